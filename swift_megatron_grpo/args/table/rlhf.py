@@ -140,7 +140,7 @@ teacher_model_revision | both | str | null | null | refused | - | give the local
 teacher_deepspeed | swift | str | null | - | no_effect | - | Megatron's layout and distributed optimizer take the place of DeepSpeed and FSDP
 teacher_model_server | both | str | null | null | kept | - |
 offload_teacher_model | both | bool | false | false | kept | - |
-rlhf_type | both | str{dpo,orpo,simpo,kto,cpo,rm,ppo,grpo,gkd} | "dpo" | "dpo" | kept | - | grpo; megatron_grpo is the same
+rlhf_type | both | str{dpo,orpo,simpo,kto,cpo,rm,ppo,grpo,gkd,megatron_grpo} | "dpo" | "dpo" | kept | - | grpo; megatron_grpo is the same
 ref_model | both | str | null | null | kept | - |
 ref_adapters | both | list[str] | [] | [] | kept | - |
 ref_model_type | swift | str | null | - | no_effect | - | read from the checkpoint

@@ -1,0 +1,66 @@
+"""Names of reward functions, read from source text without importing anything (import tier 0)."""
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# The registries of swift.rewards, and what a plugin calls the one for functions.
+_REGISTRIES = ('orms', 'ORMS')
+
+
+def builtin_names() -> set[str] | None:
+    """The keys of ``swift.rewards.orm.orms``; None where ms-swift is not installed or its source has another shape."""
+    spec = importlib.util.find_spec('swift')  # finding a top-level package imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for folder in spec.submodule_search_locations:
+        source = Path(folder) / 'rewards' / 'orm.py'
+        if source.is_file():
+            return _keys(source.read_text(encoding='utf-8'))[0] or None
+    return None
+
+
+def _keys(source: str) -> tuple[set[str], bool]:
+    """(names registered in a source text, whether it registers some that cannot be read off)."""
+    names: set[str] = set()
+    unclear = False
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return names, True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id in _REGISTRIES and isinstance(node.value, ast.Dict):
+                    names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+                elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id in _REGISTRIES:
+                    if isinstance(target.slice, ast.Constant) and isinstance(target.slice.value, str):
+                        names.add(target.slice.value)
+                    else:
+                        unclear = True
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ('update', 'setdefault', '__setitem__'):
+            owner = node.func.value
+            unclear = unclear or (isinstance(owner, ast.Name) and owner.id in _REGISTRIES)
+    return names, unclear
+
+
+def known_names(plugins: Sequence[str]) -> set[str] | None:
+    """All reward names that a run with these plugin files would know; None where that cannot be told from the text.
+
+    A plugin that imports other local modules may register names there, so it counts as unclear unless it registers some itself.
+    """
+    names = builtin_names()
+    if names is None:
+        return None
+    for plugin in plugins:
+        path = os.path.expanduser(plugin)
+        if not os.path.isfile(path):
+            return None
+        own, unclear = _keys(Path(path).read_text(encoding='utf-8', errors='replace'))
+        if unclear or not own:
+            return None
+        names |= own
+    return names
