@@ -58,8 +58,8 @@ def _report(error: Exception) -> None:
     import os
 
     given = [token for token in sys.argv[1:] if token.startswith('--backend')]
-    pid = str(os.getpid())
-    if os.environ.setdefault('SWIFT_MEGATRON_GRPO_AUTOLOAD_FAILED', pid) == pid or given:
+    if given or not os.environ.get('SWIFT_MEGATRON_GRPO_AUTOLOAD_FAILED'):
+        os.environ['SWIFT_MEGATRON_GRPO_AUTOLOAD_FAILED'] = '1'
         print(f'swift-megatron-grpo: the autoload hook failed: {type(error).__name__}: {error}', file=sys.stderr)
     if given:
         print(f'error: {given[0]} cannot be honoured without it; nothing was started', file=sys.stderr)
