@@ -90,7 +90,8 @@ class MicroBatch:
     A micro-batch that only fills up a pipeline has C = 0.
     """
     inputs: dict[str, Any]
-    num_rows: int
+    num_sequences: int  # S
+    num_rows: int  # rows of input_ids: 1 when packed, else S
     num_positions: int  # L, or S * T
     num_input_tokens: int  # without padding
     target_ids_C: torch.Tensor  # int64
