@@ -75,6 +75,7 @@ class TokenTable:
     ref_logprobs_K: torch.Tensor | None = None  # float32
     keep_K: torch.Tensor | None = None  # bool; False: no policy loss for this token (entropy quantile)
     coefficient_K: torch.Tensor | None = None  # float32; gradient of a loss that couples sequences (REAL), see step/coupled.py
+    coupled_loss: torch.Tensor | None = None  # 0-dim float32; value of such a loss over the whole step
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +119,7 @@ class LossInputs:
     entropies_C: torch.Tensor | None = None  # no gradient
     keep_C: torch.Tensor | None = None  # bool
     coefficient_C: torch.Tensor | None = None
+    coupled_loss: torch.Tensor | None = None  # 0-dim float32, of the whole step: the same on every micro-batch
 
 
 @dataclass(kw_only=True, slots=True)
