@@ -147,11 +147,11 @@ class BatchBuilder:
             if len(flat) == num_tokens:
                 rollout_logprobs = torch.tensor(flat, dtype=torch.float32, device=self.device)
         return TokenTable(
-            rollout_indices_S=torch.tensor([r.index for r in step], dtype=torch.int64),
-            lengths_S=lengths_S,
-            truncated_S=torch.tensor([r.is_truncated for r in step], dtype=torch.bool),
-            groups_S=torch.tensor([r.prompt_index for r in step], dtype=torch.int64),
-            sequence_of_token_K=sequence_of_token_K,
+            rollout_indices_S=torch.tensor([r.index for r in step], dtype=torch.int64, device=self.device),
+            lengths_S=lengths_S.to(self.device),
+            truncated_S=torch.tensor([r.is_truncated for r in step], dtype=torch.bool, device=self.device),
+            groups_S=torch.tensor([r.prompt_index for r in step], dtype=torch.int64, device=self.device),
+            sequence_of_token_K=sequence_of_token_K.to(self.device),
             advantages_K=torch.zeros(num_tokens, dtype=torch.float32, device=self.device),
             weights_K=torch.zeros(num_tokens, dtype=torch.float32, device=self.device),
             rollout_logprobs_K=rollout_logprobs,

@@ -199,17 +199,24 @@ def language_model(model: Any) -> Any:
     return inner.language_model if hasattr(inner, 'language_model') else inner
 
 
-def collect_logprobs(forward: PolicyForward, micro_batches: Sequence[MicroBatch], num_tokens: int,
-                     device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward-only: (logprobs_K, entropies_K), this data-parallel rank's tokens filled in, zeros elsewhere.
+def collect_logprobs(forward: PolicyForward, steps: Sequence[Any], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Forward-only over whole optimizer steps, in one run of the schedule.
 
-    All ranks, collective. Only the last pipeline stage's result is meaningful. The models run in evaluation mode without gradients, as
-    ms-swift's passes do.
+    All ranks, collective. The models run in evaluation mode without gradients, as ms-swift's passes do.
+
+    Returns:
+        For each step (logprobs_K, entropies_K), float32: this data-parallel rank's tokens filled in, zeros elsewhere. Meaningful on the last
+        pipeline stage only.
     """
-    logprobs_K = torch.zeros(num_tokens, dtype=torch.float32, device=device)
-    entropies_K = torch.zeros_like(logprobs_K)
+    results = [(torch.zeros(step.table.num_tokens, device=device), torch.zeros(step.table.num_tokens, device=device)) for step in steps]
+    micro_batches, owner = [], {}
+    for step, result in zip(steps, results):
+        for micro_batch in step.forward_only_micro_batches:
+            micro_batches.append(micro_batch)
+            owner[id(micro_batch)] = result
 
     def store(micro_batch: MicroBatch, logprobs_C: torch.Tensor, entropies_C: torch.Tensor) -> torch.Tensor:
+        logprobs_K, entropies_K = owner[id(micro_batch)]
         index_C = micro_batch.token_index_C.to(device)
         logprobs_K[index_C] = logprobs_C.detach()
         entropies_K[index_C] = entropies_C
@@ -224,4 +231,4 @@ def collect_logprobs(forward: PolicyForward, micro_batches: Sequence[MicroBatch]
     finally:
         for model, training in zip(forward.models, was_training):
             model.train(training)
-    return logprobs_K, entropies_K
+    return results
