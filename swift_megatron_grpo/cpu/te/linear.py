@@ -60,8 +60,8 @@ class ParallelLinear(EngineModule):
             with fork, torch.no_grad():
                 init_method(weight)
         self.register_parameter(name, weight)
-        if self.parallel_mode is not None:
-            self._mark(weight, 0 if self.parallel_mode == 'column' else 1)
+        # As Transformer Engine: also where parallel_mode is None (see swift_megatron_grpo.parallel_attributes for what that means).
+        self._mark(weight, 1 if self.parallel_mode == 'row' else 0)
 
     def _add_bias(self, name: str) -> None:
         if not self.use_bias:
