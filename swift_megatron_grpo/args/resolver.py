@@ -13,6 +13,7 @@ from .command import megatron_command, worker_argv
 from .convert import full_recompute
 from .fields import all_fields
 from .layout import resolve_layout
+from .memory_plan import estimate_for
 from .plan import Argument, BatchPlan, Plan
 from .schedule import resolve_schedule
 from .translation import BATCH_NAMES, Translation
@@ -241,3 +242,7 @@ def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, 
     t.errors += errors
     plan.schedule = schedule
     plan.command, plan.command_notes = megatron_command(t, schedule, plan.environment, world_size)
+    if config is not None and plan.layout is not None:
+        plan.memory = estimate_for(t, batch, config)
+    elif config is None and t.effective('model'):
+        t.warnings.append(f'No memory estimate: config.json of {t.effective("model")} is neither in a local folder nor in the Hugging Face or ModelScope cache.')
