@@ -21,6 +21,7 @@ GIB = 1024**3
 DEVICE_BYTES = 80 * 10**9
 # Rows of logits held at once: log-probabilities are computed in chunks of completion positions.
 LOGIT_ROWS = 1024
+PARTS = ('weights', 'gradients', 'optimizer', 'reference', 'activations', 'logits', 'vllm')
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -64,7 +65,7 @@ def _stage_layers(model: ModelCount, pp: int, stage: int) -> range:
 def estimate(model: ModelCount, s: Settings, device_bytes: int = DEVICE_BYTES) -> dict[str, Any]:
     """Bytes by part on the fullest device, over all pipeline stages.
 
-    ``bytes`` has weights, gradients, optimizer, reference, activations, logits and vllm. ``train_bytes`` is the sum while training,
+    The keys in PARTS hold the bytes of each part. ``train_bytes`` is their sum while training,
     ``rollout_bytes`` while sampling; ``total_bytes`` the larger of them.
     """
     stages = [_stage(model, s, stage, device_bytes) for stage in range(s.pp)]
@@ -113,14 +114,14 @@ def _stage(model: ModelCount, s: Settings, stage: int, device_bytes: int) -> dic
     reference = value * (dense + experts) if s.has_reference and s.full else 0
     activations, logits = _activations(model, layers, s, stage)
     vllm = int(s.vllm_share * device_bytes)
-    bytes_ = {
+    parts = {
         'weights': weights, 'gradients': gradients, 'optimizer': optimizer, 'reference': reference, 'activations': activations,
         'logits': logits if last else 0, 'vllm': vllm
     }
-    train = sum(bytes_.values()) - (vllm if s.engine_sleeps else 0)
+    train = sum(parts.values()) - (vllm if s.engine_sleeps else 0)
     resident = (0 if s.offload_model else weights + gradients + reference) + (0 if s.offload_optimizer else optimizer)
     rollout = resident + vllm if vllm else 0
-    return {'bytes': bytes_, 'train_bytes': train, 'rollout_bytes': rollout, 'total_bytes': max(train, rollout)}
+    return {**parts, 'train_bytes': train, 'rollout_bytes': rollout, 'total_bytes': max(train, rollout)}
 
 
 def _activations(model: ModelCount, layers: list[Any], s: Settings, stage: int) -> tuple[int, int]:
@@ -171,8 +172,8 @@ def render(memory: Mapping[str, Any]) -> list[str]:
         f'  {memory["parameters_total"] / 1e9:.3f} B parameters, {memory["parameters_active"] / 1e9:.3f} B active a token, '
         f'{memory["parameters_trainable"] / 1e9:.4f} B trained; fullest stage {memory["stage"]}'
     ]
-    for name, size in memory['bytes'].items():
-        lines.append(f'  {name:<12}{size / GIB:>9.2f} GiB')
+    for name in PARTS:
+        lines.append(f'  {name:<12}{memory[name] / GIB:>9.2f} GiB')
     lines.append(f'  {"training":<12}{memory["train_bytes"] / GIB:>9.2f} GiB')
     if memory['rollout_bytes']:
         lines.append(f'  {"sampling":<12}{memory["rollout_bytes"] / GIB:>9.2f} GiB')

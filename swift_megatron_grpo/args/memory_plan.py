@@ -84,7 +84,7 @@ def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, A
     best = memory.smallest_layout(config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank)
     need = f'{result["total_bytes"] / 1e9:.0f} GB of {result["device_bytes"] / 1e9:.0f} GB'
     ways = []
-    if settings.vllm_share and not settings.engine_sleeps and result['train_bytes'] - result['bytes']['vllm'] <= result['device_bytes']:
+    if settings.vllm_share and not settings.engine_sleeps and result['train_bytes'] - result['vllm'] <= result['device_bytes']:
         ways.append('--sleep_level 1 frees the engine while training')
     if result['rollout_bytes'] > result['device_bytes'] and not settings.offload_model:
         ways.append('--offload_model true --offload_optimizer true frees the trainer while sampling')
