@@ -1,4 +1,5 @@
 """Arguments of `swift rlhf` to a plan for Megatron (import tier 0: standard library only)."""
+
 from __future__ import annotations
 
 from .own import OWN_FIELDS, OwnField

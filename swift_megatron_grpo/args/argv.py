@@ -1,4 +1,5 @@
 """The command line into named values: YAML and JSON files, option syntax, unknown names (import tier 0)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,6 +20,7 @@ _NUMBER = re.compile(r'^-\d+$|^-\d*\.\d+$|^-?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+$')
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Given:
     """One argument as it was typed."""
+
     name: str  # the field's own name
     typed: str  # what stood on the command line, without the dashes
     value: Any
@@ -30,7 +32,8 @@ def expand_config(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list
     Returns (arguments, environment, warnings). The key ENV fills variables that are not set. Nothing is executed and the process's own
     environment is not touched. Raises UserError where the file is missing or not a mapping.
     """
-    argv, environment, warnings = list(argv), dict(environ), []
+    argv, environment = list(argv), dict(environ)
+    warnings: list[str] = []
     if not argv or not argv[0].lower().endswith(('.yaml', '.yml', '.json')) or argv[0].startswith('-'):
         return argv, environment, warnings
     config = read_config(argv[0])
@@ -66,7 +69,9 @@ def _load_yaml(path: str, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise UserError(f'Reading {path} needs PyYAML (pip install pyyaml); ms-swift requires it too. A .json file works without.') from None
+        raise UserError(
+            f'Reading {path} needs PyYAML (pip install pyyaml); ms-swift requires it too. A .json file works without.'
+        ) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -155,6 +160,7 @@ def read(argv: Sequence[str]) -> tuple[list[Given], list[str], list[str]]:
 
 def _nearest_choice(choices: Sequence[str], words: Sequence[str]) -> str:
     import difflib
+
     close = difflib.get_close_matches(words[0].lower(), choices, n=1, cutoff=0.5) if words and choices else []
     return f' Did you mean {close[0]}?' if close else ''
 

@@ -12,10 +12,11 @@ All sizes count completions. With TP, PP and CP the tensor, pipeline and context
 (ms-swift, Megatron GRPO documentation). `swift rlhf` counts steps_per_generation in micro-steps, its default being
 gradient_accumulation_steps; here it counts optimizer steps. Which unit a number is in follows from the names beside it.
 """
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .plan import BatchPlan
@@ -24,6 +25,7 @@ from .plan import BatchPlan
 @dataclasses.dataclass(kw_only=True, slots=True)
 class BatchResult:
     """``plan`` is None only where the number of ranks does not divide; otherwise it is filled even beside errors, for the report."""
+
     plan: BatchPlan | None
     errors: list[str]
     warnings: list[str]
@@ -72,7 +74,8 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
                 f'context_parallel_size {cp} = {model_ranks}. Start {_near(world_size, max(model_ranks, 1))} processes '
                 f'(NPROC_PER_NODE x NNODES, or --world_size for a dry run), or choose sizes whose product is {sizes}.'
             ],
-            warnings=[])
+            warnings=[],
+        )
     dp = world_size // model_ranks
     micro = given.get('micro_batch_size', given.get('per_device_train_batch_size', 1))
     accumulation = given.get('gradient_accumulation_steps', 1)
@@ -80,8 +83,10 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     num_iterations = given.get('num_iterations', 1)
     batch_check = given.get('batch_check', 'documented')
     numbers = {
-        'micro_batch_size': micro, 'gradient_accumulation_steps': accumulation, 'num_generations': num_generations,
-        'num_iterations': num_iterations
+        'micro_batch_size': micro,
+        'gradient_accumulation_steps': accumulation,
+        'num_generations': num_generations,
+        'num_iterations': num_iterations,
     }
     for name in ('global_batch_size', 'steps_per_generation', 'generation_batch_size'):
         numbers.update({name: given[name]} if name in given else {})
@@ -115,58 +120,82 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
         num_iterations=num_iterations,
         swift_global_batch_size=swift_global,
         swift_steps_per_generation=swift_steps,
-        notes=notes)
+        notes=notes,
+    )
     if not errors:
         errors += check(plan)
     return BatchResult(plan=plan, errors=errors, warnings=warnings)
 
 
-def _global_batch(given: Mapping[str, Any], micro: int, dp: int, accumulation: int, swift_global: int, errors: list[str],
-                  warnings: list[str]) -> int:
+def _global_batch(
+    given: Mapping[str, Any], micro: int, dp: int, accumulation: int, swift_global: int, errors: list[str], warnings: list[str]
+) -> int:
     keep = given.get('keep_global_batch', False)
     if 'global_batch_size' not in given:
         return swift_global if keep else micro * dp * accumulation
     global_batch: int = given['global_batch_size']
     if keep and global_batch != swift_global:
-        errors.append(f'--global_batch_size is {global_batch}, and --keep_global_batch true asks for micro_batch_size {micro} x world_size x '
-                      f'gradient_accumulation_steps = {swift_global}. Leave one of them out.')
+        errors.append(
+            f'--global_batch_size is {global_batch}, and --keep_global_batch true asks for micro_batch_size {micro} x world_size x '
+            f'gradient_accumulation_steps = {swift_global}. Leave one of them out.'
+        )
     elif global_batch % (micro * dp):
-        fitting = [d for d in divisors(global_batch // dp)] if global_batch % dp == 0 else []
+        fitting = list(divisors(global_batch // dp)) if global_batch % dp == 0 else []
         other = f', or a micro_batch_size of {" or ".join(str(d) for d in fitting[-4:])}' if fitting else ''
-        errors.append(f'--global_batch_size {global_batch} does not divide by micro_batch_size {micro} x dp_size {dp} = {micro * dp}. '
-                      f'The nearest valid global_batch_size is {_near(global_batch, micro * dp)}{other}.')
+        errors.append(
+            f'--global_batch_size {global_batch} does not divide by micro_batch_size {micro} x dp_size {dp} = {micro * dp}. '
+            f'The nearest valid global_batch_size is {_near(global_batch, micro * dp)}{other}.'
+        )
     elif 'gradient_accumulation_steps' in given and not keep and global_batch != micro * dp * accumulation:
-        errors.append(f'--global_batch_size is {global_batch}, and --gradient_accumulation_steps {accumulation} x micro_batch_size {micro} x '
-                      f'dp_size {dp} is {micro * dp * accumulation}. Leave one of them out, or give gradient_accumulation_steps '
-                      f'{global_batch // (micro * dp)}.')
+        errors.append(
+            f'--global_batch_size is {global_batch}, and --gradient_accumulation_steps {accumulation} x micro_batch_size {micro} x '
+            f'dp_size {dp} is {micro * dp * accumulation}. Leave one of them out, or give gradient_accumulation_steps '
+            f'{global_batch // (micro * dp)}.'
+        )
     elif 'per_device_train_batch_size' in given and 'gradient_accumulation_steps' not in given and 'steps_per_generation' in given:
-        warnings.append('--global_batch_size stands beside --per_device_train_batch_size: steps_per_generation is read as optimizer steps. '
-                        'Give gradient_accumulation_steps instead to count micro-steps as swift rlhf does.')
+        warnings.append(
+            '--global_batch_size stands beside --per_device_train_batch_size: steps_per_generation is read as optimizer steps. '
+            'Give gradient_accumulation_steps instead to count micro-steps as swift rlhf does.'
+        )
     return global_batch
 
 
-def _steps(given: Mapping[str, Any], in_micro_steps: bool, beside: str, accumulation: int, ulysses: int, global_batch: int,
-           errors: list[str], warnings: list[str]) -> tuple[int, int]:
+def _steps(
+    given: Mapping[str, Any],
+    in_micro_steps: bool,
+    beside: str,
+    accumulation: int,
+    ulysses: int,
+    global_batch: int,
+    errors: list[str],
+    warnings: list[str],
+) -> tuple[int, int]:
     """(optimizer steps a generation here, steps_per_generation of `swift rlhf`)."""
     steps: int | None = None
     asked = given.get('steps_per_generation')
     if asked is not None and in_micro_steps:
         micro_steps = asked * ulysses
         if micro_steps % accumulation:
-            errors.append(f'--steps_per_generation {asked} is not a multiple of gradient_accumulation_steps {accumulation}, and beside {beside} '
-                          f'it counts micro-steps as in swift rlhf. The nearest valid values are {_near(asked, accumulation)}; or name '
-                          'micro_batch_size and global_batch_size, and it counts optimizer steps.')
+            errors.append(
+                f'--steps_per_generation {asked} is not a multiple of gradient_accumulation_steps {accumulation}, and beside {beside} '
+                f'it counts micro-steps as in swift rlhf. The nearest valid values are {_near(asked, accumulation)}; or name '
+                'micro_batch_size and global_batch_size, and it counts optimizer steps.'
+            )
         steps = max(1, micro_steps // accumulation)
     elif asked is not None:
         steps = asked
     generation = given.get('generation_batch_size')
     if generation is not None:
         if generation % global_batch:
-            errors.append(f'--generation_batch_size {generation} is not a multiple of global_batch_size {global_batch}. The nearest valid values '
-                          f'are {_near(generation, global_batch)}.')
+            errors.append(
+                f'--generation_batch_size {generation} is not a multiple of global_batch_size {global_batch}. The nearest valid values '
+                f'are {_near(generation, global_batch)}.'
+            )
         elif steps is not None and generation != global_batch * steps:
-            errors.append(f'--generation_batch_size is {generation}, and global_batch_size {global_batch} x {steps} optimizer steps a generation '
-                          f'(--steps_per_generation {asked}) is {global_batch * steps}. Leave one of them out.')
+            errors.append(
+                f'--generation_batch_size is {generation}, and global_batch_size {global_batch} x {steps} optimizer steps a generation '
+                f'(--steps_per_generation {asked}) is {global_batch * steps}. Leave one of them out.'
+            )
         steps = max(1, generation // global_batch)
     if steps is None:
         # `swift rlhf` takes steps_per_generation = gradient_accumulation_steps: one optimizer step, or one a sequence-parallel rank
@@ -174,17 +203,31 @@ def _steps(given: Mapping[str, Any], in_micro_steps: bool, beside: str, accumula
     return steps, asked if asked is not None and in_micro_steps else max(1, steps * accumulation // ulysses)
 
 
-def _notes(given: Mapping[str, Any], swift_global: int, global_batch: int, micro: int, dp: int, model_ranks: int, in_micro_steps: bool,
-           beside: str, steps: int, accumulation: int) -> list[str]:
+def _notes(
+    given: Mapping[str, Any],
+    swift_global: int,
+    global_batch: int,
+    micro: int,
+    dp: int,
+    model_ranks: int,
+    in_micro_steps: bool,
+    beside: str,
+    steps: int,
+    accumulation: int,
+) -> list[str]:
     notes = []
     if 'steps_per_generation' in given:
         unit = 'micro-steps, as in swift rlhf' if in_micro_steps else 'optimizer steps, as in megatron rlhf'
-        notes.append(f'steps_per_generation {given["steps_per_generation"]} beside {beside} counts {unit}: {steps} optimizer '
-                     f'step{"s" if steps > 1 else ""} a generation.')
+        notes.append(
+            f'steps_per_generation {given["steps_per_generation"]} beside {beside} counts {unit}: {steps} optimizer '
+            f'step{"s" if steps > 1 else ""} a generation.'
+        )
     if model_ranks > 1 and 'global_batch_size' not in given and global_batch != swift_global:
-        notes.append(f'The documented formula gives global_batch_size {global_batch}; under data parallel alone the script had {swift_global}. '
-                     f'To keep {swift_global}: --keep_global_batch true, or --gradient_accumulation_steps {swift_global // (micro * dp)}'
-                     + (f' with --steps_per_generation {steps * swift_global // (micro * dp)}.' if 'steps_per_generation' in given else '.'))
+        notes.append(
+            f'The documented formula gives global_batch_size {global_batch}; under data parallel alone the script had {swift_global}. '
+            f'To keep {swift_global}: --keep_global_batch true, or --gradient_accumulation_steps {swift_global // (micro * dp)}'
+            + (f' with --steps_per_generation {steps * swift_global // (micro * dp)}.' if 'steps_per_generation' in given else '.')
+        )
     return notes
 
 
@@ -198,7 +241,8 @@ def check(plan: BatchPlan) -> list[str]:
     if size % group:
         near = sorted((d for d in divisors(size) if d > 1), key=lambda d: abs(d - group))[:3]
         return [
-            f'generation_batch_size {size} does not divide by num_generations {group}, so a generation would end inside a group. The nearest '
+            f'generation_batch_size {size} does not divide by num_generations {group}, so a generation would end inside a '
+            f'group. The nearest '
             f'valid generation_batch_size is {_near(size, group)}'
             + (f', the nearest num_generations {" or ".join(str(d) for d in sorted(near))}.' if near else '.')
         ]
@@ -210,7 +254,10 @@ def check(plan: BatchPlan) -> list[str]:
     shown = plan.num_prompts_per_dp_group
     ways = [f'global_batch_size {_near(plan.global_batch_size, unit)}']
     if isinstance(shown, int):
-        fitting: Callable[[int], bool] = lambda d: plan.global_batch_size % (d * plan.dp_size) == 0
+
+        def fitting(d: int) -> bool:
+            return plan.global_batch_size % (d * plan.dp_size) == 0
+
         micros = [d for d in divisors(shown) if d != plan.micro_batch_size and fitting(d)]
         if micros:
             ways.append(f'micro_batch_size {" or ".join(str(d) for d in micros[-3:])}')
@@ -220,7 +267,10 @@ def check(plan: BatchPlan) -> list[str]:
         nearest = sorted(sorted(groups, key=lambda d: abs(d - plan.num_generations))[:2])
         ways.append(f'num_generations {" or ".join(str(d) for d in nearest)}')
     return [
-        f'num_prompts_per_dp_group = global_batch_size {plan.global_batch_size} / num_generations {plan.num_generations} / dp_size {plan.dp_size} '
-        f'= {shown:g} is not a whole multiple of micro_batch_size {plan.micro_batch_size} (the documented condition). Nearest valid settings: '
-        + '; or '.join(ways) + '. The data path here does not need the condition: --batch_check exact trains this batch as it is.'
+        f'num_prompts_per_dp_group = global_batch_size {plan.global_batch_size} / num_generations {plan.num_generations} / '
+        f'dp_size {plan.dp_size} '
+        f'= {shown:g} is not a whole multiple of micro_batch_size {plan.micro_batch_size} (the documented condition). Nearest '
+        f'valid settings: '
+        + '; or '.join(ways)
+        + '. The data path here does not need the condition: --batch_check exact trains this batch as it is.'
     ]

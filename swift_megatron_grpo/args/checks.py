@@ -1,4 +1,5 @@
 """What can be refused before anything is loaded (import tier 0). Each check gives complete messages."""
+
 from __future__ import annotations
 
 import difflib
@@ -12,21 +13,56 @@ from .schedule import dataset_path, looks_local
 from .translation import Translation
 
 HF_SCHEDULE = ('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio')
-MEGATRON_SCHEDULE = ('lr_decay_style', 'lr_decay_iters', 'lr_warmup_iters', 'lr_warmup_fraction', 'lr_warmup_init', 'min_lr', 'lr_wsd_decay_style',
-                     'lr_wsd_decay_iters')
+MEGATRON_SCHEDULE = (
+    'lr_decay_style',
+    'lr_decay_iters',
+    'lr_warmup_iters',
+    'lr_warmup_fraction',
+    'lr_warmup_init',
+    'min_lr',
+    'lr_wsd_decay_style',
+    'lr_wsd_decay_iters',
+)
 # (name, smallest, largest, whether the ends belong to it)
 RANGES = (
-    ('lr', 0.0, None, True), ('temperature', 0.0, None, False), ('top_p', 0.0, 1.0, True), ('min_p', 0.0, 1.0, True),
-    ('vllm_gpu_memory_utilization', 0.0, 1.0, True), ('top_entropy_quantile', 0.0, 1.0, True), ('lora_rank', 1, None, True),
-    ('max_completion_length', 1, None, True), ('max_length', 1, None, True), ('num_iterations', 1, None, True), ('beta', 0.0, None, True),
-    ('weight_decay', 0.0, None, True), ('clip_grad', 0.0, None, True), ('warmup_ratio', 0.0, 1.0, True), ('train_iters', 1, None, True),
-    ('num_train_epochs', 0.0, None, False), ('max_resample_times', 0, None, True), ('max_tokens_per_micro_batch', 1, None, True),
-    ('max_tokens_per_forward_only_micro_batch', 1, None, True), ('weight_sync_bucket_mb', 1, None, True), ('max_staleness', 0, None, True),
-    ('rollout_timeout', 0.0, None, False), ('sync_timeout', 0.0, None, False), ('reward_timeout', 0.0, None, False),
-    ('server_timeout', 0.0, None, False), ('dual_clip', 1.0, None, False), ('kl_cov_ratio', 0.0, 1.0, True), ('clip_cov_ratio', 0.0, 1.0, True),
-    ('lora_dropout', 0.0, 1.0, True), ('split_dataset_ratio', 0.0, 1.0, True), ('freeze_parameters_ratio', 0.0, 1.0, True),
-    ('sleep_level', 0, 2, True), ('vllm_max_model_len', 1, None, True), ('epsilon', 0.0, None, True), ('save_steps', 1, None, True),
-    ('repetition_penalty', 0.0, None, False), ('ref_model_sync_steps', 1, None, True), ('ref_model_mixup_alpha', 0.0, 1.0, True),
+    ('lr', 0.0, None, True),
+    ('temperature', 0.0, None, False),
+    ('top_p', 0.0, 1.0, True),
+    ('min_p', 0.0, 1.0, True),
+    ('vllm_gpu_memory_utilization', 0.0, 1.0, True),
+    ('top_entropy_quantile', 0.0, 1.0, True),
+    ('lora_rank', 1, None, True),
+    ('max_completion_length', 1, None, True),
+    ('max_length', 1, None, True),
+    ('num_iterations', 1, None, True),
+    ('beta', 0.0, None, True),
+    ('weight_decay', 0.0, None, True),
+    ('clip_grad', 0.0, None, True),
+    ('warmup_ratio', 0.0, 1.0, True),
+    ('train_iters', 1, None, True),
+    ('num_train_epochs', 0.0, None, False),
+    ('max_resample_times', 0, None, True),
+    ('max_tokens_per_micro_batch', 1, None, True),
+    ('max_tokens_per_forward_only_micro_batch', 1, None, True),
+    ('weight_sync_bucket_mb', 1, None, True),
+    ('max_staleness', 0, None, True),
+    ('rollout_timeout', 0.0, None, False),
+    ('sync_timeout', 0.0, None, False),
+    ('reward_timeout', 0.0, None, False),
+    ('server_timeout', 0.0, None, False),
+    ('dual_clip', 1.0, None, False),
+    ('kl_cov_ratio', 0.0, 1.0, True),
+    ('clip_cov_ratio', 0.0, 1.0, True),
+    ('lora_dropout', 0.0, 1.0, True),
+    ('split_dataset_ratio', 0.0, 1.0, True),
+    ('freeze_parameters_ratio', 0.0, 1.0, True),
+    ('sleep_level', 0, 2, True),
+    ('vllm_max_model_len', 1, None, True),
+    ('epsilon', 0.0, None, True),
+    ('save_steps', 1, None, True),
+    ('repetition_penalty', 0.0, None, False),
+    ('ref_model_sync_steps', 1, None, True),
+    ('ref_model_mixup_alpha', 0.0, 1.0, True),
 )
 
 
@@ -51,10 +87,16 @@ def schedule_names(t: Translation) -> None:
     megatron = [name for name in MEGATRON_SCHEDULE if name in t.given]
     if hf and megatron:
         shown = ', '.join(f'--{name} {t.asked(name)}' for name in (*hf, *megatron))
-        low = ' A smallest rate is --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs \'{"min_lr": 1e-6}\'.' if 'min_lr' in megatron else ''
+        low = (
+            ' A smallest rate is --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs \'{"min_lr": 1e-6}\'.'
+            if 'min_lr' in megatron
+            else ''
+        )
         if not _same_schedule(t, hf, megatron):
-            t.errors.append(f'Two learning-rate schedules are named: {shown}. Give the names of transformers ({", ".join(HF_SCHEDULE)}) or those of '
-                            f'Megatron ({", ".join(MEGATRON_SCHEDULE[:4])}, ...), not both.{low}')
+            t.errors.append(
+                f'Two learning-rate schedules are named: {shown}. Give the names of transformers ({", ".join(HF_SCHEDULE)}) or those of '
+                f'Megatron ({", ".join(MEGATRON_SCHEDULE[:4])}, ...), not both.{low}'
+            )
             return
         for name in megatron:
             t.values.pop(name, None)
@@ -87,7 +129,13 @@ def ranges(t: Translation) -> None:
             continue
         too_low = low is not None and (value < low if closed else value <= low)
         if too_low or (high is not None and value > high):
-            bounds = f'at least {low:g}' if closed and high is None else f'more than {low:g}' if high is None else f'between {low:g} and {high:g}'
+            bounds = (
+                f'at least {low:g}'
+                if closed and high is None
+                else f'more than {low:g}'
+                if high is None
+                else f'between {low:g} and {high:g}'
+            )
             t.errors.append(f'--{t.source.get(name, name)} is {value:g}; it is {bounds}.')
     if t.effective('bf16') and t.effective('fp16'):
         t.errors.append('--bf16 true and --fp16 true are both given; choose one.')
@@ -98,12 +146,16 @@ def engine(t: Translation) -> None:
     use_vllm, mode = t.effective('use_vllm'), t.effective('vllm_mode')
     hosts = [name for name in ('vllm_server_host', 'vllm_server_base_url') if t.effective(name)]
     if use_vllm and mode is None:
-        t.errors.append('--use_vllm true needs --vllm_mode: colocate (the engine shares these devices) or server (with --vllm_server_host).')
+        t.errors.append(
+            '--use_vllm true needs --vllm_mode: colocate (the engine shares these devices) or server (with --vllm_server_host).'
+        )
     if mode is not None and not use_vllm:
         t.errors.append(f'--vllm_mode {mode} is given with --use_vllm false. Leave --use_vllm out, or leave --vllm_mode out.')
     if hosts and mode == 'colocate':
-        t.errors.append(f'--vllm_mode colocate is given with --{hosts[0]} {" ".join(t.effective(hosts[0]))}: the engine is here or there. Write '
-                        f'--vllm_mode server, or leave --{hosts[0]} out.')
+        t.errors.append(
+            f'--vllm_mode colocate is given with --{hosts[0]} {" ".join(t.effective(hosts[0]))}: the engine is here or there. Write '
+            f'--vllm_mode server, or leave --{hosts[0]} out.'
+        )
     if len(hosts) == 2:
         t.errors.append('--vllm_server_host and --vllm_server_base_url are both given; one of them names the servers.')
     if hosts and not use_vllm:
@@ -116,28 +168,40 @@ def engine(t: Translation) -> None:
             t.errors.append(f'--vllm_server_port has {num_ports} ports for {num_hosts} hosts; give one for all or one for each.')
     if t.effective('async_generate'):
         if mode != 'server':
-            t.errors.append('--async_generate true needs --vllm_mode server: a colocated engine cannot sample while the same devices train.')
+            t.errors.append(
+                '--async_generate true needs --vllm_mode server: a colocated engine cannot sample while the same devices train.'
+            )
         if t.effective('multi_turn_scheduler') is not None:
             t.errors.append('--async_generate true does not go with --multi_turn_scheduler, in swift rlhf neither.')
         if t.effective('rollout_importance_sampling_mode') is None and not t.effective('allow_uncorrected_async'):
-            t.errors.append('--async_generate true trains on rollouts of older weights; name the correction (--rollout_importance_sampling_mode '
-                            'token_truncate), or --allow_uncorrected_async true.')
+            t.errors.append(
+                '--async_generate true trains on rollouts of older weights; name the correction (--rollout_importance_sampling_mode '
+                'token_truncate), or --allow_uncorrected_async true.'
+            )
     else:
         for name in ('max_staleness', 'allow_uncorrected_async'):
             if name in t.given:
                 t.warnings.append(f'--{name} acts with --async_generate true only.')
     if not use_vllm:
-        set_here = [name for name in t.given if name.startswith('vllm_') and name in t.values and name != 'vllm_mode' and not name.startswith('vllm_server')]
+        set_here = [
+            name
+            for name in t.given
+            if name.startswith('vllm_') and name in t.values and name != 'vllm_mode' and not name.startswith('vllm_server')
+        ]
         if set_here:
             t.warnings.append(f'{", ".join("--" + name for name in set_here)}: without effect, since --use_vllm is false.')
     limit, completion = t.effective('vllm_max_model_len'), t.effective('max_completion_length')
     if use_vllm and limit is not None:
         if limit <= completion:
-            t.errors.append(f'--vllm_max_model_len {limit} leaves no room for a prompt beside max_completion_length {completion}; it is prompt plus '
-                            f'completion, so at least {completion + (t.effective("max_length") or 512)}.')
+            t.errors.append(
+                f'--vllm_max_model_len {limit} leaves no room for a prompt beside max_completion_length {completion}; it is prompt plus '
+                f'completion, so at least {completion + (t.effective("max_length") or 512)}.'
+            )
         elif t.effective('max_length') and limit < t.effective('max_length') + completion:
-            t.warnings.append(f'vllm_max_model_len {limit} is less than max_length {t.effective("max_length")} + max_completion_length {completion}: the '
-                              'longest prompts get shorter answers.')
+            t.warnings.append(
+                f'vllm_max_model_len {limit} is less than max_length {t.effective("max_length")} + max_completion_length {completion}: the '
+                'longest prompts get shorter answers.'
+            )
     if t.effective('vllm_enable_lora') and t.effective('tuner_type') == 'full':
         t.errors.append('--vllm_enable_lora true serves an adapter, and --tuner_type full trains none. Leave one of them out.')
 
@@ -147,19 +211,26 @@ def rewards_and_losses(t: Translation) -> None:
     teacher = t.effective('teacher_model') or t.effective('teacher_model_server')
     gym = t.effective('use_gym_env') or t.effective('gym_env')
     if not functions and not models and not teacher and not gym:
-        t.errors.append('No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own with '
-                        '--external_plugins), --reward_model, --gym_env, or --teacher_model.')
+        t.errors.append(
+            'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own with '
+            '--external_plugins), --reward_model, --gym_env, or --teacher_model.'
+        )
     known = rewards.known_names(t.effective('external_plugins') or [])
     for name in functions:
         if known is not None and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            t.errors.append(f'--reward_funcs names {name!r}, which is neither built in nor registered by a plugin.'
-                            + (f' Did you mean {close[0]}?' if close else '')
-                            + f' Known here: {", ".join(sorted(known))}. A function of your own: --external_plugins FILE.py with orms[{name!r}] = ...')
+            t.errors.append(
+                f'--reward_funcs names {name!r}, which is neither built in nor registered by a plugin.'
+                + (f' Did you mean {close[0]}?' if close else '')
+                + f' Known here: {", ".join(sorted(known))}. A function of your own: --external_plugins FILE.py with orms[{name!r}] = ...'
+            )
     weights = t.effective('reward_weights')
     if weights is not None and len(weights) != len(functions) + len(models):
-        t.errors.append(f'--reward_weights has {len(weights)} numbers; there are {len(functions)} reward functions and {len(models)} reward models, so it '
-                        f'needs {len(functions) + len(models)}.')
+        t.errors.append(
+            f'--reward_weights has {len(weights)} numbers; there are {len(functions)} reward functions and {len(models)} '
+            f'reward models, so it '
+            f'needs {len(functions) + len(models)}.'
+        )
     if 'soft_overlong' in functions and t.effective('soft_cache_length') is None:
         t.errors.append('--reward_funcs soft_overlong needs --soft_cache_length (the number of tokens over which the penalty grows).')
     if t.effective('truncation_strategy') not in (None, 'left', 'delete'):
@@ -180,8 +251,11 @@ def _teacher_limits(t: Translation, teacher: bool, functions: list[str]) -> None
     if not teacher:
         return
     if t.effective('loss_type') in ('real', 'fipo'):
-        t.errors.append(f'--loss_type {t.effective("loss_type")} needs one advantage a sequence, and a teacher gives one a token. Use grpo, bnpo, dr_grpo, dapo, '
-                        'cispo or sapo.')
+        t.errors.append(
+            f'--loss_type {t.effective("loss_type")} needs one advantage a sequence, and a teacher gives one a token. Use '
+            f'grpo, bnpo, dr_grpo, dapo, '
+            'cispo or sapo.'
+        )
     if t.effective('off_policy_sequence_mask_delta') is not None:
         t.errors.append('--off_policy_sequence_mask_delta needs one advantage a sequence, and a teacher gives one a token. Leave it out.')
     if not functions:
@@ -193,17 +267,24 @@ def _teacher_limits(t: Translation, teacher: bool, functions: list[str]) -> None
 def tuner(t: Translation) -> None:
     kind = t.effective('tuner_type')
     if kind != 'full' and t.effective('ref_model'):
-        t.errors.append(f'--ref_model is given with --tuner_type {kind}: the reference of an adapter is the model without it, in swift rlhf too. Leave '
-                        '--ref_model out, or give --ref_adapters.')
+        t.errors.append(
+            f'--ref_model is given with --tuner_type {kind}: the reference of an adapter is the model without it, in swift rlhf too. Leave '
+            '--ref_model out, or give --ref_adapters.'
+        )
     if kind == 'full' and t.effective('adapters'):
-        t.errors.append('--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with --tuner_type lora.')
+        t.errors.append(
+            '--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with '
+            '--tuner_type lora.'
+        )
     if len(t.effective('adapters') or []) > 1:
         t.errors.append(f'--adapters has {len(t.effective("adapters"))} entries; one adapter can be trained on.')
     if kind == 'lora_llm' and not t.effective('no_save_optim'):
         t.errors.append('--tuner_type lora_llm needs --save_only_model true: its optimizer state cannot be stored.')
     if 0 < (t.effective('freeze_parameters_ratio') or 0) < 1 and t.effective('pipeline_model_parallel_size') > 1:
-        t.errors.append('--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
-                        f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.')
+        t.errors.append(
+            '--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
+            f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.'
+        )
     if t.effective('async_save') and t.effective('save_total_limit') is not None:
         t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
 
@@ -212,11 +293,16 @@ def layout_flags(t: Translation) -> None:
     pp = t.effective('pipeline_model_parallel_size')
     for name in ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers'):
         if pp == 1 and t.effective(name) is not None:
-            t.errors.append(f'--{name} {t.effective(name)} divides layers over pipeline stages, and there is one stage. Give --pipeline_model_parallel_size 2 '
-                            'or more, or leave it out.')
+            t.errors.append(
+                f'--{name} {t.effective(name)} divides layers over pipeline stages, and there is one stage. Give '
+                f'--pipeline_model_parallel_size 2 '
+                'or more, or leave it out.'
+            )
     if t.effective('recompute_granularity') == 'selective' and t.effective('recompute_method') is not None:
-        t.errors.append(f'--recompute_method {t.effective("recompute_method")} belongs to --recompute_granularity full; selective recomputes by '
-                        '--recompute_modules.')
+        t.errors.append(
+            f'--recompute_method {t.effective("recompute_method")} belongs to --recompute_granularity full; selective recomputes by '
+            '--recompute_modules.'
+        )
     if t.effective('tp_comm_overlap') and not t.effective('sequence_parallel'):
         t.errors.append('--tp_comm_overlap true needs --sequence_parallel true.')
     if t.asked('sequence_parallel') and t.effective('tensor_model_parallel_size') == 1:
@@ -227,24 +313,49 @@ def layout_flags(t: Translation) -> None:
 
 def paths(t: Translation) -> None:
     """Local files and folders that are named and are not there."""
-    for name in ('model', 'ref_model', 'teacher_model', 'mcore_model', 'mcore_adapter', 'mcore_ref_model', 'mcore_ref_adapter', 'resume_from_checkpoint',
-                 'replay_rollouts'):
+    for name in (
+        'model',
+        'ref_model',
+        'teacher_model',
+        'mcore_model',
+        'mcore_adapter',
+        'mcore_ref_model',
+        'mcore_ref_adapter',
+        'resume_from_checkpoint',
+        'replay_rollouts',
+    ):
         path = t.effective(name)
-        if isinstance(path, str) and (model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')):
+        if isinstance(path, str) and (
+            model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')
+        ):
             _must_exist(t, name, path)
     for name in ('adapters', 'ref_adapters', 'reward_model', 'external_plugins', 'dataset', 'val_dataset', 'custom_dataset_info'):
         for entry in t.effective(name) or []:
             path = dataset_path(entry)[0] if name.endswith('dataset') else entry
-            if looks_local(path) if name.endswith('dataset') else model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info'):
+            if (
+                looks_local(path)
+                if name.endswith('dataset')
+                else model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info')
+            ):
                 _must_exist(t, name, path)
     model = t.effective('model')
-    if isinstance(model, str) and os.path.isdir(os.path.expanduser(model)) and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json')):
+    if (
+        isinstance(model, str)
+        and os.path.isdir(os.path.expanduser(model))
+        and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json'))
+    ):
         t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
     resume = t.effective('resume_from_checkpoint')
-    if isinstance(resume, str) and os.path.isfile(os.path.join(resume, 'trainer_state.json')) and not any(
-            entry.startswith(('iter_', 'latest_checkpointed')) for entry in os.listdir(resume)):
-        t.errors.append(f'--resume_from_checkpoint {resume} was written by the transformers trainer; its optimizer state has no Megatron form. Start from its '
-                        f'weights instead: {"--model" if t.effective("tuner_type") == "full" else "--adapters"} {resume}.')
+    if (
+        isinstance(resume, str)
+        and os.path.isfile(os.path.join(resume, 'trainer_state.json'))
+        and not any(entry.startswith(('iter_', 'latest_checkpointed')) for entry in os.listdir(resume))
+    ):
+        t.errors.append(
+            f'--resume_from_checkpoint {resume} was written by the transformers trainer; its optimizer state has no Megatron '
+            f'form. Start from its '
+            f'weights instead: {"--model" if t.effective("tuner_type") == "full" else "--adapters"} {resume}.'
+        )
 
 
 def _must_exist(t: Translation, name: str, path: str) -> None:
@@ -254,7 +365,13 @@ def _must_exist(t: Translation, name: str, path: str) -> None:
     folder = os.path.dirname(full) or '.'
     there = os.listdir(folder) if os.path.isdir(folder) else []
     close = difflib.get_close_matches(os.path.basename(full), there, n=1, cutoff=0.6)
-    near = f' There is {os.path.join(os.path.dirname(path), close[0])}.' if close else '' if there else f' The folder {folder} does not exist either.'
+    near = (
+        f' There is {os.path.join(os.path.dirname(path), close[0])}.'
+        if close
+        else ''
+        if there
+        else f' The folder {folder} does not exist either.'
+    )
     t.errors.append(f'--{name} {path} does not exist.{near}')
 
 
@@ -262,7 +379,7 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
     """Sizes that must divide the model's own."""
     text = model_files.text_config(dict(config))
     heads, layers = text.get('num_attention_heads'), text.get('num_hidden_layers')
-    tp, pp, ep = (t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'expert_model'))
+    _tp, pp, ep = (t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'expert_model'))
     vpp = t.effective('virtual_pipeline_model_parallel_size') or 1
     if isinstance(heads, int):
         for name in ('tensor_model_parallel_size', 'vllm_tensor_parallel_size'):
@@ -270,14 +387,26 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
             if size > 0 and heads % size and (name != 'vllm_tensor_parallel_size' or t.effective('vllm_mode') == 'colocate'):
                 fitting = [d for d in range(1, heads + 1) if heads % d == 0]
                 near = sorted(sorted(fitting, key=lambda d: abs(d - size))[:2])
-                t.errors.append(f'--{name} {size} does not divide the {heads} attention heads of {t.effective("model")}. The nearest valid values are '
-                                f'{" or ".join(str(d) for d in near)}.')
-    uneven = any(t.effective(name) for name in ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
-                                                'account_for_embedding_in_pipeline_split', 'account_for_loss_in_pipeline_split', 'pipeline_model_parallel_layout'))
+                t.errors.append(
+                    f'--{name} {size} does not divide the {heads} attention heads of {t.effective("model")}. The nearest valid values are '
+                    f'{" or ".join(str(d) for d in near)}.'
+                )
+    uneven = any(
+        t.effective(name)
+        for name in (
+            'decoder_first_pipeline_num_layers',
+            'decoder_last_pipeline_num_layers',
+            'account_for_embedding_in_pipeline_split',
+            'account_for_loss_in_pipeline_split',
+            'pipeline_model_parallel_layout',
+        )
+    )
     if isinstance(layers, int) and pp > 0 and vpp > 0 and not uneven and layers % (pp * vpp):
-        t.errors.append(f'The {layers} layers of {t.effective("model")} do not divide by pipeline_model_parallel_size {pp}'
-                        + (f' x virtual_pipeline_model_parallel_size {vpp}' if vpp > 1 else '')
-                        + f'. Give --decoder_last_pipeline_num_layers {layers - (pp - 1) * -(-layers // pp)}, or a size that divides {layers}.')
+        t.errors.append(
+            f'The {layers} layers of {t.effective("model")} do not divide by pipeline_model_parallel_size {pp}'
+            + (f' x virtual_pipeline_model_parallel_size {vpp}' if vpp > 1 else '')
+            + f'. Give --decoder_last_pipeline_num_layers {layers - (pp - 1) * -(-layers // pp)}, or a size that divides {layers}.'
+        )
     experts = next((text[key] for key in ('num_experts', 'n_routed_experts', 'num_local_experts') if isinstance(text.get(key), int)), 0)
     if ep > 1 and not experts:
         t.errors.append(f'--expert_model_parallel_size {ep} is given, and {t.effective("model")} has no experts. Leave it out.')

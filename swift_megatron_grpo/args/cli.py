@@ -1,4 +1,5 @@
 """The command `swift-megatron-grpo` (import tier 0): plan an existing script, and say what is installed."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,8 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0: all is well; 2: the command would not start, or the input cannot be read."""
     parser = argparse.ArgumentParser(prog='swift-megatron-grpo', description='GRPO on Megatron-Core for ms-swift.', allow_abbrev=False)
     commands = parser.add_subparsers(dest='command', required=True)
-    plan = commands.add_parser('plan', help='show what a script or YAML file becomes with --backend megatron; nothing is executed',
-                               epilog='Any other argument is added to the command: --tensor_model_parallel_size 4.', allow_abbrev=False)
+    plan = commands.add_parser(
+        'plan',
+        help='show what a script or YAML file becomes with --backend megatron; nothing is executed',
+        epilog='Any other argument is added to the command: --tensor_model_parallel_size 4.',
+        allow_abbrev=False,
+    )
     plan.add_argument('file', help='FILE.sh, FILE.yaml, FILE.json, or - for standard input')
     plan.add_argument('--write', metavar='OUT', help='write the file with --backend megatron and no other change')
     plan.add_argument('--json', action='store_true', help='print one JSON object a command')
@@ -46,12 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, more: list[str]) -> int:
     script, is_yaml = _read(options.file)
     if not script.found:
-        raise UserError(f'{options.file} starts no `swift rlhf` (or `megatron rlhf`) command.' + (f' It starts: {script.servers[0]}.' if script.servers else ''))
+        raise UserError(
+            f'{options.file} starts no `swift rlhf` (or `megatron rlhf`) command.'
+            + (f' It starts: {script.servers[0]}.' if script.servers else '')
+        )
     if options.world_size is not None:
         more = [*more, '--world_size', str(options.world_size)]
     plans: list[tuple[scripts.Found, Plan]] = []
     for item in script.found:
-        argv = [*item.argv, *([] if item.has_backend else ['--backend', 'megatron']), *item.extra, *more, '--dry_run', 'json' if options.json else 'true']
+        argv = [
+            *item.argv,
+            *([] if item.has_backend else ['--backend', 'megatron']),
+            *item.extra,
+            *more,
+            '--dry_run',
+            'json' if options.json else 'true',
+        ]
         with _inside(item.folder, script.notes):
             plans.append((item, resolve(argv, item.environment)))
     _print(options, script, plans)

@@ -1,4 +1,5 @@
 """The worker's command line, and the `megatron rlhf` command that a plan equals (import tier 0)."""
+
 from __future__ import annotations
 
 import shlex
@@ -14,8 +15,10 @@ from .values import to_words
 
 # What upstream's Megatron GRPO refuses or reads nowhere (ms-swift 4.6), with what a command without it lacks.
 _NOT_UPSTREAM = {
-    'reward_model': 'accepts it and reads it nowhere', 'reward_model_plugin': 'accepts it and reads it nowhere',
-    'sync_ref_model': 'refuses it', 'async_generate': 'refuses it',
+    'reward_model': 'accepts it and reads it nowhere',
+    'reward_model_plugin': 'accepts it and reads it nowhere',
+    'sync_ref_model': 'refuses it',
+    'async_generate': 'refuses it',
 }
 
 
@@ -51,9 +54,14 @@ def _replace_own(values: dict[str, Any], t: Translation, schedule: Schedule) -> 
     kind = values.pop('lr_scheduler_type', None)
     kwargs = values.pop('lr_scheduler_kwargs', None)
     steps, ratio = values.pop('warmup_steps', 0) or 0, values.pop('warmup_ratio', 0) or 0
-    if kind is not None and isinstance(kwargs if kwargs is not None else {}, dict) and not lr_schedule.check(kind, kwargs or {}, values['lr']):
+    if (
+        kind is not None
+        and isinstance(kwargs if kwargs is not None else {}, dict)
+        and not lr_schedule.check(kind, kwargs or {}, values['lr'])
+    ):
         flags, differs = lr_schedule.megatron_spelling(
-            kind, lr=values['lr'], kwargs=kwargs or {}, warmup_steps=steps, warmup_ratio=ratio, total=schedule.optimizer_steps)
+            kind, lr=values['lr'], kwargs=kwargs or {}, warmup_steps=steps, warmup_ratio=ratio, total=schedule.optimizer_steps
+        )
         values.update(flags)
         notes += [f'learning rate: {text}.' for text in differs]
     epochs = values.get('num_train_epochs')

@@ -1,45 +1,37 @@
 """Conversions of single arguments (import tier 0). One function an argument, found by its name in ``CONVERTERS``."""
+
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from .argv import Given
 from .fields import Field
-from .translation import Translation, show
+from .module_names import module_names, parameter_prefixes, target_parameters
+from .translation import Translation, refuse, show
 
-# Linear layers by the names that transformers uses, and where Megatron keeps the same weights.
-MODULE_NAMES = {
-    'q_proj': 'linear_qkv', 'k_proj': 'linear_qkv', 'v_proj': 'linear_qkv', 'qkv_proj': 'linear_qkv', 'query_key_value': 'linear_qkv',
-    'wqkv': 'linear_qkv', 'o_proj': 'linear_proj', 'out_proj': 'linear_proj', 'gate_proj': 'linear_fc1', 'up_proj': 'linear_fc1',
-    'gate_up_proj': 'linear_fc1', 'down_proj': 'linear_fc2', 'q_a_proj': 'linear_q_down_proj', 'q_b_proj': 'linear_q_up_proj',
-    'kv_a_proj_with_mqa': 'linear_kv_down_proj', 'kv_b_proj': 'linear_kv_up_proj', 'lm_head': 'output_layer',
-    'embed_tokens': 'word_embeddings', 'wte': 'word_embeddings',
-}
-PREFIXES = (('model.language_model.layers.', 'decoder.layers.'), ('model.layers.', 'decoder.layers.'), ('model.embed_tokens', 'embedding.word_embeddings'),
-            ('model.language_model.embed_tokens', 'embedding.word_embeddings'), ('model.norm', 'decoder.final_layernorm'),
-            ('lm_head', 'output_layer'), ('model.layers', 'decoder.layers'))
 ADAM = ('adamw_torch', 'adamw_torch_fused', 'adamw_torch_xla', 'adamw_torch_npu_fused', 'adamw_hf', 'adamw_apex_fused', 'adam', 'adamw')
 ATTENTION = {
-    'flash_attn': 'flash', 'flash_attention_2': 'flash', 'flash_attention_3': 'flash_3', 'flash_attention_4': 'flash_4', 'sdpa': 'flash',
-    'eager': 'unfused'
+    'flash_attn': 'flash',
+    'flash_attention_2': 'flash',
+    'flash_attention_3': 'flash_3',
+    'flash_attention_4': 'flash_4',
+    'sdpa': 'flash',
+    'eager': 'unfused',
 }
 TUNERS = ('lora', 'full', 'lora_llm')
 LOGGERS = ('tensorboard', 'wandb', 'swanlab')
 TRANSFORMERS_CALLBACKS = ('activation_cpu_offload', 'adalora', 'deepspeed_elastic', 'early_stop', 'graceful_exit', 'lisa', 'perf_log')
 
 
-def _refuse(t: Translation, item: Given, message: str) -> None:
-    t.row(item, 'refused', reason=message)
-    t.errors.append(f'--{item.name} {show(item.value)} does not work with --backend megatron: {message}.')
-
-
 def rlhf_type(t: Translation, item: Given, field: Field) -> None:
     if item.value not in ('grpo', 'megatron_grpo'):
-        message = f'only grpo is trained here; megatron rlhf --rlhf_type {item.value} of ms-swift trains it on Megatron' if item.value in (
-            'dpo', 'kto', 'gkd', 'rm') else 'only grpo is trained here; leave --backend out to train it with transformers'
-        _refuse(t, item, message)
+        message = (
+            f'only grpo is trained here; megatron rlhf --rlhf_type {item.value} of ms-swift trains it on Megatron'
+            if item.value in ('dpo', 'kto', 'gkd', 'rm')
+            else 'only grpo is trained here; leave --backend out to train it with transformers'
+        )
+        refuse(t, item, message)
     elif t.set('rlhf_type', 'grpo', item.name):
         t.row(item, 'kept' if item.value == 'grpo' else 'renamed', name='rlhf_type', value='grpo')
 
@@ -62,9 +54,12 @@ def optim(t: Translation, item: Given, field: Field) -> None:
     elif item.value in ('sgd', 'muon', 'dist_muon'):
         target = item.value
     else:
-        message = ('Megatron has adam (with decoupled weight decay), sgd, muon and dist_muon; the nearest to '
-                   f'{item.value} is --optim adamw_torch' + (' with --optimizer_cpu_offload true' if '8bit' in item.value or 'paged' in item.value else ''))
-        _refuse(t, item, message)
+        message = (
+            'Megatron has adam (with decoupled weight decay), sgd, muon and dist_muon; the nearest to '
+            f'{item.value} is --optim adamw_torch'
+            + (' with --optimizer_cpu_offload true' if '8bit' in item.value or 'paged' in item.value else '')
+        )
+        refuse(t, item, message)
         return
     if t.set('optimizer', target, item.name):
         t.row(item, 'converted', name='optimizer', value=target, reason=field.reason)
@@ -78,7 +73,7 @@ def optimizer(t: Translation, item: Given, field: Field) -> None:
         reason = 'vit_lr and aligner_lr work by themselves' if item.value == 'multimodal' else 'the optimizer that optim names'
         t.row(item, 'no_effect', reason=reason)
     elif item.value not in ('adam', 'sgd', 'muon', 'dist_muon'):
-        _refuse(t, item, 'it belongs to the transformers trainer; adam, sgd, muon and dist_muon work here')
+        refuse(t, item, 'it belongs to the transformers trainer; adam, sgd, muon and dist_muon work here')
     elif t.set('optimizer', item.value, item.name):
         t.row(item, 'kept')
 
@@ -91,8 +86,11 @@ def gradient_checkpointing(t: Translation, item: Given, field: Field) -> None:
         else:
             t.set('recompute_granularity', 'none', item.name)
     elif item.value == (granularity == 'none'):
-        t.errors.append(f'--gradient_checkpointing is {show(item.value)}, and --recompute_granularity is {granularity}. They are one setting here: leave '
-                        'one of them out.')
+        t.errors.append(
+            f'--gradient_checkpointing is {show(item.value)}, and --recompute_granularity is {granularity}. They are one '
+            f'setting here: leave '
+            'one of them out.'
+        )
     t.row(item, 'converted', name='recompute_granularity', value=granularity or t.values.get('recompute_granularity'), reason=field.reason)
 
 
@@ -111,15 +109,15 @@ def logging_strategy(t: Translation, item: Given, field: Field) -> None:
         t.set('logging_steps', 1_000_000_000, item.name)
         t.row(item, 'converted', name='logging_steps', value=1_000_000_000, reason='only the first step is logged')
     else:
-        _refuse(t, item, 'give the number of steps: --logging_steps N')
+        refuse(t, item, 'give the number of steps: --logging_steps N')
 
 
 def report_to(t: Translation, item: Given, field: Field) -> None:
     bad = [name for name in item.value if name not in (*LOGGERS, 'none', 'all')]
     if bad:
-        _refuse(t, item, f'{", ".join(bad)} is no logger of the Megatron trainer; it has {", ".join(LOGGERS)} and none')
+        refuse(t, item, f'{", ".join(bad)} is no logger of the Megatron trainer; it has {", ".join(LOGGERS)} and none')
     elif 'all' in item.value:
-        _refuse(t, item, f'name the loggers: {" ".join(LOGGERS)}')
+        refuse(t, item, f'name the loggers: {" ".join(LOGGERS)}')
     elif t.set('report_to', item.value, item.name):
         t.row(item, 'kept')
 
@@ -136,14 +134,16 @@ def save_only_model(t: Translation, item: Given, field: Field) -> None:
     if item.value:
         for name in ('no_save_optim', 'no_save_rng'):
             t.set(name, True, item.name)
-        t.row(item, 'converted', name='no_save_optim', value=True, reason='no_save_optim and no_save_rng: such a checkpoint cannot be resumed')
+        t.row(
+            item, 'converted', name='no_save_optim', value=True, reason='no_save_optim and no_save_rng: such a checkpoint cannot be resumed'
+        )
     else:
         t.row(item, 'no_effect', reason='the default, which asks for nothing')
 
 
 def save_strategy(t: Translation, item: Given, field: Field) -> None:
     if item.value == 'best':
-        _refuse(t, item, 'the best checkpoint is known after it was written; use steps with --load_best_model_at_end true')
+        refuse(t, item, 'the best checkpoint is known after it was written; use steps with --load_best_model_at_end true')
     elif item.value not in ('steps', 'epoch', 'no'):
         t.errors.append(f'--save_strategy is {item.value!r}; it takes steps, epoch or no.')
     elif t.set('save_strategy', item.value, item.name):
@@ -169,8 +169,10 @@ def share_of_steps(t: Translation, item: Given, field: Field) -> None:
     if 0 < value < 1:
         total = t.asked('max_steps') or t.asked('train_iters') or -1
         if total <= 0:
-            t.errors.append(f'--{item.name} {value:g} is a share of all steps, and their number is not known before the data is read. Give '
-                            '--max_steps, or a number of steps.')
+            t.errors.append(
+                f'--{item.name} {value:g} is a share of all steps, and their number is not known before the data is read. Give '
+                '--max_steps, or a number of steps.'
+            )
             return
         steps = -int(-total * value // 1)
         if t.set(item.name, steps, item.name):
@@ -218,8 +220,12 @@ def loss_type(t: Translation, item: Given, field: Field) -> None:
         t.errors.append(f'--loss_type takes one value for GRPO; {show(value)!r} are {len(value)}.')
     elif value not in known and ':' not in value and not t.asked('external_plugins') and not t.asked('custom_register_path'):
         import difflib
+
         close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
-        t.errors.append(f'--loss_type is {value!r}; it takes one of {", ".join(known)}, or module:function.' + (f' Did you mean {close[0]}?' if close else ''))
+        t.errors.append(
+            f'--loss_type is {value!r}; it takes one of {", ".join(known)}, or module:function.'
+            + (f' Did you mean {close[0]}?' if close else '')
+        )
     elif t.set('loss_type', value, item.name):
         t.row(item, 'kept', value=value)
 
@@ -227,7 +233,7 @@ def loss_type(t: Translation, item: Given, field: Field) -> None:
 def callbacks(t: Translation, item: Given, field: Field) -> None:
     bad = [name for name in item.value if name in TRANSFORMERS_CALLBACKS]
     if bad:
-        _refuse(t, item, f'{", ".join(bad)} belongs to the transformers trainer')
+        refuse(t, item, f'{", ".join(bad)} belongs to the transformers trainer')
     else:
         t.keep(item, field)
 
@@ -236,14 +242,17 @@ def task_type(t: Translation, item: Given, field: Field) -> None:
     if item.value in (None, 'causal_lm'):
         t.keep(item, field)
     else:
-        _refuse(t, item, 'GRPO trains causal_lm')
+        refuse(t, item, 'GRPO trains causal_lm')
 
 
 def attn_impl(t: Translation, item: Given, field: Field) -> None:
     if item.value is None or t.asked('attention_backend') is not None:
         t.row(item, 'no_effect', reason='attention_backend says it')
     elif item.value not in ATTENTION:
-        t.errors.append(f'--attn_impl is {item.value!r}; {", ".join(ATTENTION)} are translated, and --attention_backend takes flash, fused, unfused, auto.')
+        t.errors.append(
+            f'--attn_impl is {item.value!r}; {", ".join(ATTENTION)} are translated, and --attention_backend takes flash, '
+            f'fused, unfused, auto.'
+        )
     else:
         target = ATTENTION[item.value]
         if target == 'flash':
@@ -274,16 +283,25 @@ def tuner_type(t: Translation, item: Given, field: Field) -> None:
         t.keep(item, field)
         return
     import difflib
+
     reasons = {
-        'adalora': 'its rank changes while it trains', 'longlora': 'it changes the attention of transformers', 'llamapro': 'it adds layers',
-        'adapter': 'it adds modules to layers of transformers', 'vera': 'mcore-bridge has LoRA only', 'boft': 'mcore-bridge has LoRA only',
-        'fourierft': 'mcore-bridge has LoRA only', 'reft': 'it changes hidden states of transformers', 'ia3': 'mcore-bridge has LoRA only',
+        'adalora': 'its rank changes while it trains',
+        'longlora': 'it changes the attention of transformers',
+        'llamapro': 'it adds layers',
+        'adapter': 'it adds modules to layers of transformers',
+        'vera': 'mcore-bridge has LoRA only',
+        'boft': 'mcore-bridge has LoRA only',
+        'fourierft': 'mcore-bridge has LoRA only',
+        'reft': 'it changes hidden states of transformers',
+        'ia3': 'mcore-bridge has LoRA only',
     }
     if item.value in reasons:
-        _refuse(t, item, f'{reasons[item.value]}; lora, full and lora_llm work')
+        refuse(t, item, f'{reasons[item.value]}; lora, full and lora_llm work')
     else:
         close = difflib.get_close_matches(item.value, TUNERS, n=1, cutoff=0.4)
-        t.errors.append(f'--tuner_type is {item.value!r}; it takes lora, full or lora_llm.' + (f' Did you mean {close[0]}?' if close else ''))
+        t.errors.append(
+            f'--tuner_type is {item.value!r}; it takes lora, full or lora_llm.' + (f' Did you mean {close[0]}?' if close else '')
+        )
 
 
 def external_plugins(t: Translation, item: Given, field: Field) -> None:
@@ -291,67 +309,6 @@ def external_plugins(t: Translation, item: Given, field: Field) -> None:
     files = [*t.values.get('external_plugins', []), *(name for name in item.value if name not in t.values.get('external_plugins', []))]
     t.values['external_plugins'], t.source['external_plugins'] = files, item.name
     t.row(item, 'kept' if item.name == 'external_plugins' else 'renamed', name='external_plugins', value=files)
-
-
-def _modules(names: list[str]) -> list[str]:
-    """Module names of transformers to Megatron's, each once, in order."""
-    result: list[str] = []
-    for name in names:
-        target = MODULE_NAMES.get(name.rsplit('.', 1)[-1], name)
-        if target not in result:
-            result.append(target)
-    return result
-
-
-def module_names(t: Translation, item: Given, field: Field) -> None:
-    """target_modules, modules_to_save."""
-    names = item.value or []
-    if len(names) == 1 and re.search(r'[*^$()|\\]', names[0]):
-        t.keep(item, field)
-        return
-    converted = _modules(names)
-    if not names:
-        t.row(item, 'no_effect', reason='no value')
-    elif converted == names:
-        t.keep(item, field)
-    elif t.set(item.name, converted, item.name):
-        t.row(item, 'converted', value=converted, reason=field.reason)
-        given = {name.rsplit('.', 1)[-1] for name in names}
-        if item.name == 'target_modules':
-            for together, megatron in ((('q_proj', 'k_proj', 'v_proj'), 'linear_qkv'), (('gate_proj', 'up_proj'), 'linear_fc1')):
-                part = [name for name in together if name in given]
-                if part and len(part) < len(together):
-                    t.warnings.append(f'Megatron keeps {", ".join(together)} in one matrix ({megatron}): the adapter of {", ".join(part)} covers them all.')
-
-
-def parameter_prefixes(t: Translation, item: Given, field: Field) -> None:
-    """freeze_parameters, trainable_parameters: prefixes of parameter names."""
-    converted, stages = [], t.asked('pipeline_model_parallel_size') or 1
-    for name in item.value:
-        for old, new in PREFIXES:
-            if name.startswith(old):
-                if stages > 1 and re.match(r'decoder\.layers\.\d', new + name[len(old):]):
-                    t.errors.append(f'--{item.name} {name} numbers layers of the whole model, and with pipeline_model_parallel_size {stages} each stage numbers '
-                                    'its own. Give --pipeline_model_parallel_size 1, or a name without a layer number.')
-                name = new + name[len(old):]
-                break
-        converted.append(name)
-    if converted == item.value:
-        t.keep(item, field)
-    elif t.set(item.name, converted, item.name):
-        t.row(item, 'converted', value=converted, reason=field.reason)
-
-
-def target_parameters(t: Translation, item: Given, field: Field) -> None:
-    if not item.value:
-        t.row(item, 'no_effect', reason='no value')
-        return
-    experts = all(re.search(r'experts\.(gate_up_proj|down_proj|w1|w2|w3)$', name) for name in item.value)
-    modules = t.asked('target_modules') or ['all-linear']
-    if experts and 'all-linear' in modules:
-        t.row(item, 'converted', name='target_modules', value=modules, reason=field.reason)
-    else:
-        _refuse(t, item, 'LoRA acts on modules here; expert weights are the modules linear_fc1 and linear_fc2, and --target_modules all-linear covers them')
 
 
 def vllm_speculative_config(t: Translation, item: Given, field: Field) -> None:
@@ -371,8 +328,6 @@ def vllm_engine_kwargs(t: Translation, item: Given, field: Field) -> None:
         t.keep(item, field)
 
 
-
-
 def verify_weight_sync(t: Translation, item: Given, field: Field) -> None:
     if item.value not in ('first', 'off') and not (item.value.isdigit() and int(item.value) > 0):
         t.errors.append(f'--verify_weight_sync is {item.value!r}; it takes first, off, or a number N (after every N-th sync).')
@@ -384,14 +339,14 @@ def init_weights(t: Translation, item: Given, field: Field) -> None:
     if str(item.value).lower() in ('true', 'none'):
         t.row(item, 'no_effect', reason='the default, which asks for nothing')
     else:
-        _refuse(t, item, field.reason)
+        refuse(t, item, field.reason)
 
 
 def tuner_backend(t: Translation, item: Given, field: Field) -> None:
     if item.value == 'peft':
         t.keep(item, field)
     else:
-        _refuse(t, item, field.reason)
+        refuse(t, item, field.reason)
 
 
 def data_moves_on(t: Translation, item: Given, field: Field) -> None:
@@ -399,19 +354,48 @@ def data_moves_on(t: Translation, item: Given, field: Field) -> None:
     if item.value in ('mcore-bridge', False):
         t.row(item, 'no_effect', reason='the default, which asks for nothing')
     else:
-        _refuse(t, item, field.reason)
+        refuse(t, item, field.reason)
 
 
 CONVERTERS: dict[str, Callable[[Translation, Given, Field], None]] = {
-    'rlhf_type': rlhf_type, 'backend': backend, 'max_steps': max_steps, 'optim': optim, 'optimizer': optimizer,
-    'gradient_checkpointing': gradient_checkpointing, 'logging_strategy': logging_strategy, 'report_to': report_to, 'run_name': run_name,
-    'save_only_model': save_only_model, 'save_strategy': save_strategy, 'eval_strategy': eval_strategy, 'save_steps': share_of_steps,
-    'eval_steps': share_of_steps, 'logging_steps': logging_steps, 'save_total_limit': save_total_limit,
-    'resume_from_checkpoint': resume_from_checkpoint, 'max_new_tokens': report_missing, 'response_length': report_missing, 'loss_type': loss_type,
-    'callbacks': callbacks, 'task_type': task_type, 'attn_impl': attn_impl, 'sequence_parallel_size': sequence_parallel_size, 'packing': packing,
-    'tuner_type': tuner_type, 'external_plugins': external_plugins, 'custom_register_path': external_plugins, 'target_modules': module_names,
-    'modules_to_save': module_names, 'freeze_parameters': parameter_prefixes, 'trainable_parameters': parameter_prefixes,
-    'target_parameters': target_parameters, 'vllm_speculative_config': vllm_speculative_config, 'vllm_engine_kwargs': vllm_engine_kwargs,
-    'verify_weight_sync': verify_weight_sync, 'init_weights': init_weights, 'tuner_backend': tuner_backend, 'bridge_backend': data_moves_on,
+    'rlhf_type': rlhf_type,
+    'backend': backend,
+    'max_steps': max_steps,
+    'optim': optim,
+    'optimizer': optimizer,
+    'gradient_checkpointing': gradient_checkpointing,
+    'logging_strategy': logging_strategy,
+    'report_to': report_to,
+    'run_name': run_name,
+    'save_only_model': save_only_model,
+    'save_strategy': save_strategy,
+    'eval_strategy': eval_strategy,
+    'save_steps': share_of_steps,
+    'eval_steps': share_of_steps,
+    'logging_steps': logging_steps,
+    'save_total_limit': save_total_limit,
+    'resume_from_checkpoint': resume_from_checkpoint,
+    'max_new_tokens': report_missing,
+    'response_length': report_missing,
+    'loss_type': loss_type,
+    'callbacks': callbacks,
+    'task_type': task_type,
+    'attn_impl': attn_impl,
+    'sequence_parallel_size': sequence_parallel_size,
+    'packing': packing,
+    'tuner_type': tuner_type,
+    'external_plugins': external_plugins,
+    'custom_register_path': external_plugins,
+    'target_modules': module_names,
+    'modules_to_save': module_names,
+    'freeze_parameters': parameter_prefixes,
+    'trainable_parameters': parameter_prefixes,
+    'target_parameters': target_parameters,
+    'vllm_speculative_config': vllm_speculative_config,
+    'vllm_engine_kwargs': vllm_engine_kwargs,
+    'verify_weight_sync': verify_weight_sync,
+    'init_weights': init_weights,
+    'tuner_backend': tuner_backend,
+    'bridge_backend': data_moves_on,
     'calculate_per_token_loss': data_moves_on,
 }

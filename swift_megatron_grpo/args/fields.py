@@ -8,6 +8,7 @@ The rows lie in ``table/`` as text, one argument a line, eight columns between b
 values in braces where they are fixed. Defaults are JSON. ``action`` is what becomes of a value that was given: kept, renamed or
 converted (to ``target``), no_effect, or refused (unless the value is the default, which asks for nothing).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,6 +25,7 @@ ACTIONS = ('kept', 'renamed', 'converted', 'no_effect', 'refused')
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
     """One argument: its type, its default in each world, and what becomes of it (see the module's docstring for the columns)."""
+
     name: str
     worlds: str  # both, swift, megatron, own
     type: str
@@ -66,7 +68,8 @@ def _parse_row(line: str) -> Field:
         megatron_default=None if megatron_default == '-' else json.loads(megatron_default),
         action=action,
         target='' if target == '-' else target,
-        reason=reason)
+        reason=reason,
+    )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 Megatron numbers ranks with the first letter of its order running fastest: tp-cp-ep-dp-pp. Dense layers know TP, CP, DP, PP;
 expert layers know ETP, EP, their own DP, and PP (megatron.core.parallel_state.initialize_model_parallel).
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,8 +36,13 @@ def resolve_layout(values: dict[str, Any], world_size: int) -> tuple[Layout | No
     ep, etp = values['expert_model_parallel_size'], values['expert_tensor_parallel_size']
     vpp = values.get('virtual_pipeline_model_parallel_size') or 1
     errors = []
-    for name in ('tensor_model_parallel_size', 'pipeline_model_parallel_size', 'context_parallel_size', 'expert_model_parallel_size',
-                 'expert_tensor_parallel_size'):
+    for name in (
+        'tensor_model_parallel_size',
+        'pipeline_model_parallel_size',
+        'context_parallel_size',
+        'expert_model_parallel_size',
+        'expert_tensor_parallel_size',
+    ):
         if values[name] < 1:
             errors.append(f'--{name} is {values[name]}; it is 1 or more.')
     if errors or world_size % (tp * pp * cp):
@@ -44,8 +50,10 @@ def resolve_layout(values: dict[str, Any], world_size: int) -> tuple[Layout | No
     dp = world_size // (tp * pp * cp)
     if world_size % (etp * ep * pp):
         fitting = ' or '.join(str(d) for d in divisors(world_size // pp // etp)) if world_size % (pp * etp) == 0 else '1'
-        errors.append(f'{world_size} processes do not divide by expert_tensor_parallel_size {etp} x expert_model_parallel_size {ep} x '
-                      f'pipeline_model_parallel_size {pp} = {etp * ep * pp}. expert_model_parallel_size may be {fitting}.')
+        errors.append(
+            f'{world_size} processes do not divide by expert_tensor_parallel_size {etp} x expert_model_parallel_size {ep} x '
+            f'pipeline_model_parallel_size {pp} = {etp * ep * pp}. expert_model_parallel_size may be {fitting}.'
+        )
         return None, errors
     if vpp > 1 and pp == 1:
         errors.append(f'--virtual_pipeline_model_parallel_size {vpp} needs --pipeline_model_parallel_size 2 or more.')
@@ -69,7 +77,8 @@ def resolve_layout(values: dict[str, Any], world_size: int) -> tuple[Layout | No
         expert_dp_size=expert_dp,
         sequence_parallel=bool(values.get('sequence_parallel')) and tp > 1,
         groups=groups,
-        vllm=vllm), errors + problems
+        vllm=vllm,
+    ), errors + problems
 
 
 def _vllm(values: dict[str, Any], world_size: int) -> tuple[dict[str, Any], list[str]]:
@@ -85,6 +94,8 @@ def _vllm(values: dict[str, Any], world_size: int) -> tuple[dict[str, Any], list
             f'valid values are {" or ".join(str(d) for d in sorted(near))}.'
         ]
     return {
-        'engine': 'vllm', 'mode': 'colocate', 'tensor_parallel_size': size,
-        'groups': [list(range(start, start + size)) for start in range(0, world_size, size)]
+        'engine': 'vllm',
+        'mode': 'colocate',
+        'tensor_parallel_size': size,
+        'groups': [list(range(start, start + size)) for start in range(0, world_size, size)],
     }, []

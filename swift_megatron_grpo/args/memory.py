@@ -1,21 +1,23 @@
-"""Memory a device, from config.json and the layout alone (import tier 0; pure). An estimate: allocator slack and workspaces are not in it.
+"""Memory a device, from config.json and the layout alone (import tier 0; pure). Allocator slack and workspaces are not in it.
 
-Bytes a parameter with bf16 or fp16 weights: 2 weights, 4 main gradients, and 12 optimizer state (fp32 copy and two moments), the last divided
-over data parallel ranks by the distributed optimizer (arXiv 1910.02054). With fp32 weights: 4, 4 and 8.
+Bytes a parameter with bf16 or fp16 weights: 2 weights, 4 main gradients, and 12 optimizer state (fp32 copy and two moments), the last
+divided over data parallel ranks by the distributed optimizer (arXiv 1910.02054). With fp32 weights: 4, 4 and 8.
 
-Activations of one micro-batch of T tokens on a device (T is the token budget / CP; 2 or 4 bytes a value; arXiv 2205.05198, with the widths of
-grouped-query attention and gated MLPs, and flash attention, which keeps no score matrix):
+Activations of one micro-batch of T tokens on a device (T is the token budget / CP; 2 or 4 bytes a value; arXiv 2205.05198, with the
+widths of grouped-query attention and gated MLPs, and flash attention, which keeps no score matrix):
     a layer = T x (4 hidden / (TP if sequence parallel else 1) + width / TP)
-with width = q + k + v + attention output + 3 x MLP width (x experts a token in MoE layers). Full recomputation keeps T x hidden a layer, and one
-layer at a time in full. The first pipeline stage holds the micro-batches of all stages behind it.
+with width = q + k + v + attention output + 3 x MLP width (x experts a token in MoE layers). Full recomputation keeps T x hidden a layer,
+and one layer at a time in full. The first pipeline stage holds the micro-batches of all stages behind it.
 """
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .parameters import ModelCount, count
+from .model_files import text_config
+from .parameters import ModelCount, count, num_experts
 
 GIB = 1024**3
 DEVICE_BYTES = 80 * 10**9
@@ -27,6 +29,7 @@ PARTS = ('weights', 'gradients', 'optimizer', 'reference', 'activations', 'logit
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Settings:
     """What the estimate depends on beside the model."""
+
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -115,8 +118,13 @@ def _stage(model: ModelCount, s: Settings, stage: int, device_bytes: int) -> dic
     activations, logits = _activations(model, layers, s, stage)
     vllm = int(s.vllm_share * device_bytes)
     parts = {
-        'weights': weights, 'gradients': gradients, 'optimizer': optimizer, 'reference': reference, 'activations': activations,
-        'logits': logits if last else 0, 'vllm': vllm
+        'weights': weights,
+        'gradients': gradients,
+        'optimizer': optimizer,
+        'reference': reference,
+        'activations': activations,
+        'logits': logits if last else 0,
+        'vllm': vllm,
     }
     train = sum(parts.values()) - (vllm if s.engine_sleeps else 0)
     resident = (0 if s.offload_model else weights + gradients + reference) + (0 if s.offload_optimizer else optimizer)
@@ -153,14 +161,25 @@ def formula(s: Settings) -> list[str]:
     tokens = -(-s.tokens // s.cp)
     per_layer = f'{value} x {tokens} tokens x (4 hidden / {across} + width / TP {s.tp})'
     return [
-        f'parameters a device = layers of the stage (attention, MLP) / TP {s.tp} + experts / (EP {s.ep} x ETP {s.etp}) + norms, routers + embedding / TP',
+        f'parameters a device = layers of the stage (attention, MLP) / TP {s.tp} + experts / (EP {s.ep} x ETP {s.etp}) + '
+        f'norms, routers + embedding / TP',
         f'weights = {value} x parameters',
         f'gradients = 4 x trained {trained}',
         f'optimizer = {state} x trained {trained}{over}',
-        'reference = ' + (f'{value} x parameters' if s.has_reference and s.full else '0 (' + ('beta 0' if s.full and not s.has_reference else 'adapter off')
-                          + ')'),
-        ('activations = ' + (f'{value} x {tokens} tokens x hidden / {across} x layers x micro-batches in flight + one layer ({per_layer})'
-                             if s.recompute == 'full' else f'layers x micro-batches in flight x {per_layer}')),
+        'reference = '
+        + (
+            f'{value} x parameters'
+            if s.has_reference and s.full
+            else '0 (' + ('beta 0' if s.full and not s.has_reference else 'adapter off') + ')'
+        ),
+        (
+            'activations = '
+            + (
+                f'{value} x {tokens} tokens x hidden / {across} x layers x micro-batches in flight + one layer ({per_layer})'
+                if s.recompute == 'full'
+                else f'layers x micro-batches in flight x {per_layer}'
+            )
+        ),
         f'logits = up to {LOGIT_ROWS} completion positions x vocabulary / TP {s.tp} x {value + 8}',
         f'vllm = {s.vllm_share:g} of the device' + (', asleep while training' if s.engine_sleeps else ''),
     ]
@@ -181,8 +200,17 @@ def render(memory: Mapping[str, Any]) -> list[str]:
     return lines + [f'  {text}' for text in memory['formula']]
 
 
-def smallest_layout(config: Mapping[str, Any], *, full: bool, has_reference: bool, tokens: int, lora_rank: int = 8, device_bytes: int = DEVICE_BYTES,
-                    max_devices: int = 1024, engine_sleeps: bool = True) -> dict[str, Any] | None:
+def smallest_layout(
+    config: Mapping[str, Any],
+    *,
+    full: bool,
+    has_reference: bool,
+    tokens: int,
+    lora_rank: int = 8,
+    device_bytes: int = DEVICE_BYTES,
+    max_devices: int = 1024,
+    engine_sleeps: bool = True,
+) -> dict[str, Any] | None:
     """The layout with the fewest devices that fits while training: TP up to 8 (one machine), then EP, then PP, DP filling the rest.
 
     Sequence parallel and full recomputation are on, the engine sleeps or is elsewhere. Returns {'devices', 'tp', 'pp', 'ep', 'dp',
@@ -191,23 +219,38 @@ def smallest_layout(config: Mapping[str, Any], *, full: bool, has_reference: boo
     model = count(config)
     if model is None:
         return None
-    layers = len(model.layers)
-    has_experts = any(layer.experts for layer in model.layers)
-    from .model_files import text_config
-    from .parameters import num_experts
-    experts = num_experts(text_config(dict(config)))
     devices = 1
     while devices <= max_devices:
         fitting = []
-        for pp in (d for d in range(1, layers + 1) if devices % d == 0):
-            for tp in (d for d in (1, 2, 4, 8) if model.num_heads % d == 0 and devices % (pp * d) == 0):
-                for ep in (d for d in (1, 2, 4, 8, 16, 32, 64, 128, 256) if d == 1 or has_experts and experts % d == 0 and devices % (pp * d) == 0):
-                    s = Settings(tp=tp, pp=pp, ep=ep, dp=devices // (tp * pp), sequence_parallel=tp > 1, full=full, lora_rank=lora_rank,
-                                 has_reference=has_reference, tokens=tokens, num_micro_batches=pp, engine_sleeps=engine_sleeps)
-                    used = max(_stage(model, s, stage, device_bytes)['train_bytes'] for stage in range(pp))
-                    if used <= device_bytes:
-                        fitting.append({'devices': devices, 'tp': tp, 'pp': pp, 'ep': ep, 'dp': s.dp, 'train_bytes': used})
+        for tp, pp, ep in _candidates(model, num_experts(text_config(dict(config))), devices):
+            s = Settings(
+                tp=tp,
+                pp=pp,
+                ep=ep,
+                dp=devices // (tp * pp),
+                sequence_parallel=tp > 1,
+                full=full,
+                lora_rank=lora_rank,
+                has_reference=has_reference,
+                tokens=tokens,
+                num_micro_batches=pp,
+                engine_sleeps=engine_sleeps,
+            )
+            used = max(_stage(model, s, stage, device_bytes)['train_bytes'] for stage in range(pp))
+            if used <= device_bytes:
+                fitting.append({'devices': devices, 'tp': tp, 'pp': pp, 'ep': ep, 'dp': s.dp, 'train_bytes': used})
         if fitting:
             return min(fitting, key=lambda item: (item['pp'], item['tp'], item['ep'], item['train_bytes']))
         devices *= 2
     return None
+
+
+def _candidates(model: ModelCount, experts: int, devices: int) -> Iterator[tuple[int, int, int]]:
+    """(TP, PP, EP) that divide the devices, the heads and the experts."""
+    for pp in range(1, len(model.layers) + 1):
+        for tp in (1, 2, 4, 8):
+            if devices % (pp * tp) or model.num_heads % tp:
+                continue
+            for ep in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+                if ep == 1 or (experts and experts % ep == 0 and devices % (pp * ep) == 0):
+                    yield tp, pp, ep

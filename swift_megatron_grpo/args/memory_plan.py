@@ -1,4 +1,5 @@
 """The memory estimate of one command (import tier 0)."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -45,7 +46,8 @@ def estimate_for(t: Translation, batch: BatchPlan, config: Mapping[str, Any]) ->
         vllm_share=t.effective('vllm_gpu_memory_utilization') if colocated else 0.0,
         engine_sleeps=bool(t.effective('sleep_level')),
         offload_model=bool(t.effective('offload_model')),
-        offload_optimizer=bool(t.effective('offload_optimizer')))
+        offload_optimizer=bool(t.effective('offload_optimizer')),
+    )
     result = memory.estimate(model, settings)
     result['tokens_per_micro_batch'] = tokens
     result['formula'].append(f'tokens of a micro-batch = {source}')
@@ -81,7 +83,9 @@ def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
 
 
 def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, Any], settings: memory.Settings) -> None:
-    best = memory.smallest_layout(config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank)
+    best = memory.smallest_layout(
+        config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank
+    )
     need = f'{result["total_bytes"] / 1e9:.0f} GB of {result["device_bytes"] / 1e9:.0f} GB'
     ways = []
     if settings.vllm_share and not settings.engine_sleeps and result['train_bytes'] - result['vllm'] <= result['device_bytes']:
@@ -89,5 +93,7 @@ def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, A
     if result['rollout_bytes'] > result['device_bytes'] and not settings.offload_model:
         ways.append('--offload_model true --offload_optimizer true frees the trainer while sampling')
     if best is not None:
-        ways.append(f'the fewest devices that hold training alone are {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})')
+        ways.append(
+            f'the fewest devices that hold training alone are {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
+        )
     t.warnings.append(f'The estimate is {need} a device: it does not fit.' + (' ' + '; '.join(ways) + '.' if ways else ''))

@@ -1,4 +1,5 @@
 """Where a model's config.json lies, without loading anything (import tier 0)."""
+
 from __future__ import annotations
 
 import json

@@ -4,6 +4,7 @@ The model is cut into parts that one layout treats alike: what TP shards, what i
 modelling code of each family; the tests compare the sums with the published counts of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3,
 Qwen2.5-72B and Qwen2.5-VL-72B.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,6 +21,7 @@ _QK_NORM = ('qwen3', 'qwen3_moe', 'qwen3_vl', 'qwen3_vl_moe', 'qwen3_vl_text', '
 @dataclasses.dataclass(kw_only=True, slots=True)
 class LayerCount:
     """Parameters of one decoder layer. ``sharded`` is divided by TP, ``experts`` by EP x ETP, ``replicated`` is on every rank."""
+
     sharded: int
     replicated: int
     experts: int = 0
@@ -37,6 +39,7 @@ class LayerCount:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelCount:
     """A model by parts. ``embedding`` and ``output`` are divided by TP; ``vision`` is on every rank of the first stage."""
+
     hidden_size: int
     vocab_size: int
     num_heads: int
@@ -74,7 +77,8 @@ def count(config: Mapping[str, Any]) -> ModelCount | None:
         output=0 if tied else vocab * hidden,
         final_norm=hidden,
         vision=count_vision(config, hidden),
-        tied=tied)
+        tied=tied,
+    )
 
 
 def _layer(text: Mapping[str, Any], index: int) -> LayerCount:
@@ -84,7 +88,8 @@ def _layer(text: Mapping[str, Any], index: int) -> LayerCount:
         sharded=attention['sharded'],
         replicated=attention['replicated'] + 2 * hidden,
         lora_per_rank=attention['lora'],
-        token_width=attention['width'])
+        token_width=attention['width'],
+    )
     if _is_moe_layer(text, index):
         _add_experts(layer, text, hidden)
     else:
@@ -101,7 +106,7 @@ def _attention(text: Mapping[str, Any]) -> dict[str, int]:
     q, kv = heads * dim, 2 * groups * dim
     family = str(text.get('model_type', ''))
     bias = bool(text.get('attention_bias', family in _QKV_BIAS) or text.get('add_qkv_bias') or text.get('qkv_bias'))
-    output_bias = bool(text.get('attention_bias')) and family not in ('glm4_moe', )
+    output_bias = bool(text.get('attention_bias')) and family not in ('glm4_moe',)
     return {
         'sharded': hidden * (q + kv) + q * hidden + (q + kv if bias else 0),
         'replicated': (2 * dim if family in _QK_NORM else 0) + (hidden if output_bias else 0),
@@ -147,7 +152,14 @@ def _is_moe_layer(text: Mapping[str, Any], index: int) -> bool:
 
 def num_experts(text: Mapping[str, Any]) -> int:
     """Routed experts of one layer; 0 for a dense model."""
-    return next((text[key] for key in ('num_experts', 'n_routed_experts', 'num_local_experts', 'moe_num_experts') if isinstance(text.get(key), int)), 0)
+    return next(
+        (
+            text[key]
+            for key in ('num_experts', 'n_routed_experts', 'num_local_experts', 'moe_num_experts')
+            if isinstance(text.get(key), int)
+        ),
+        0,
+    )
 
 
 def _add_mlp(layer: LayerCount, hidden: int, width: int, bias: bool = False) -> None:
@@ -159,7 +171,7 @@ def _add_mlp(layer: LayerCount, hidden: int, width: int, bias: bool = False) -> 
 
 def _add_experts(layer: LayerCount, text: Mapping[str, Any], hidden: int) -> None:
     experts = num_experts(text)
-    width = text.get('moe_intermediate_size') or text.get('intermediate_size')
+    width = int(text.get('moe_intermediate_size') or text.get('intermediate_size') or 4 * hidden)
     top_k = text.get('num_experts_per_tok') or text.get('moe_topk') or 1
     layer.is_moe = True
     layer.experts = experts * 3 * hidden * width
@@ -190,8 +202,8 @@ def count_vision(config: Mapping[str, Any], language_hidden: int) -> int:
     width = vision.get('embed_dim') if family.startswith('qwen2_vl') else vision.get('hidden_size')
     if not isinstance(width, int) or not depth:
         return 0
-    patch = 3 * (vision.get('temporal_patch_size') or 1) * int(vision.get('patch_size') or 14)**2 * width
-    merged = width * int(vision.get('spatial_merge_size') or 1)**2
+    patch = 3 * (vision.get('temporal_patch_size') or 1) * int(vision.get('patch_size') or 14) ** 2 * width
+    merged = width * int(vision.get('spatial_merge_size') or 1) ** 2
     out = vision.get('out_hidden_size') or (vision.get('hidden_size') if family.startswith('qwen2_vl') else None) or language_hidden
     attention = 4 * width * width + 4 * width
     if family.startswith('qwen2_5_vl'):

@@ -1,4 +1,5 @@
 """What a command resolves to: one dataclass a part (import tier 0: standard library only)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -12,6 +13,7 @@ class Argument:
     ``name`` is the worker's name where there is one, else the given one; ``given_as`` is what the user typed, empty for defaults;
     ``action`` is kept, renamed, converted, no_effect, refused or default; ``reason`` says why, empty where nothing changed.
     """
+
     name: str
     value: Any
     given_as: str
@@ -26,6 +28,7 @@ class BatchPlan:
     Worked example: world 8, TP 1, micro 4, accumulation 4, 4 steps a generation, G 8: dp_size 8, global_batch_size 128,
     generation_batch_size 512, num_rollout_prompts 64, num_train_prompts 16, num_prompts_per_dp_group 2.
     """
+
     world_size: int
     dp_size: int
     micro_batch_size: int
@@ -48,6 +51,7 @@ class BatchPlan:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Layout:
     """Which ranks form which group, in Megatron's order (TP fastest, then CP, EP, DP, PP)."""
+
     world_size: int
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -68,6 +72,7 @@ class Schedule:
 
     ``samples`` counts completions over the whole run, ``prompts`` the rows of the training data.
     """
+
     prompts: int | None
     prompts_per_epoch: int | None
     generations_per_epoch: int | None
@@ -87,6 +92,7 @@ class Plan:
 
     ``errors`` holds complete messages; a plan with errors must not be run. ``worker_argv`` is what every rank parses.
     """
+
     is_megatron: bool
     dry_run: str = ''
     arguments: list[Argument] = dataclasses.field(default_factory=list)

@@ -1,4 +1,5 @@
 """A plan as text for people and as JSON for programs (import tier 0)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,8 @@ def render_json(plan: Plan) -> str:
             'errors': plan.errors,
         },
         ensure_ascii=False,
-        indent=2)
+        indent=2,
+    )
 
 
 def render_text(plan: Plan) -> str:
@@ -44,6 +46,7 @@ def render_text(plan: Plan) -> str:
         _schedule(lines, plan.schedule)
     if plan.memory is not None:
         from .memory import render
+
         _title(lines, 'Memory a device (estimate)')
         lines += render(plan.memory)
     if plan.command:
@@ -94,18 +97,40 @@ def _batch(lines: list[str], b: BatchPlan) -> None:
         ('dp_size', b.dp_size, f'world_size {b.world_size} / (TP x PP x CP = {model_ranks})'),
         ('micro_batch_size', b.micro_batch_size, ''),
         ('gradient_accumulation_steps', b.gradient_accumulation_steps, ''),
-        ('global_batch_size', b.global_batch_size, f'micro_batch_size {b.micro_batch_size} x dp_size {b.dp_size} x gradient_accumulation_steps {b.gradient_accumulation_steps}'),
-        ('steps_per_generation', b.steps_per_generation, f'optimizer steps; {b.swift_steps_per_generation} micro-steps in the unit of swift rlhf'),
-        ('generation_batch_size', b.generation_batch_size, f'global_batch_size {b.global_batch_size} x steps_per_generation {b.steps_per_generation}'),
+        (
+            'global_batch_size',
+            b.global_batch_size,
+            f'micro_batch_size {b.micro_batch_size} x dp_size {b.dp_size} x gradient_accumulation_steps {b.gradient_accumulation_steps}',
+        ),
+        (
+            'steps_per_generation',
+            b.steps_per_generation,
+            f'optimizer steps; {b.swift_steps_per_generation} micro-steps in the unit of swift rlhf',
+        ),
+        (
+            'generation_batch_size',
+            b.generation_batch_size,
+            f'global_batch_size {b.global_batch_size} x steps_per_generation {b.steps_per_generation}',
+        ),
         ('num_generations', b.num_generations, ''),
-        ('num_rollout_prompts', b.num_rollout_prompts, f'generation_batch_size {b.generation_batch_size} / num_generations {b.num_generations}'),
+        (
+            'num_rollout_prompts',
+            b.num_rollout_prompts,
+            f'generation_batch_size {b.generation_batch_size} / num_generations {b.num_generations}',
+        ),
         ('num_train_prompts', b.num_train_prompts, f'global_batch_size {b.global_batch_size} / num_generations {b.num_generations}'),
         ('num_prompts_per_dp_group', b.num_prompts_per_dp_group, f'global_batch_size / num_generations / dp_size {b.dp_size}'),
     )
     for name, value, formula in rows:
         lines.append(f'  {name:<28}{value:>8g}' + (f'   = {formula}' if formula else ''))
-    lines.append(f'  checked by: {b.batch_check}'
-                 + (' (num_prompts_per_dp_group is a whole multiple of micro_batch_size)' if b.batch_check == 'documented' else ' (whole groups in a generation)'))
+    lines.append(
+        f'  checked by: {b.batch_check}'
+        + (
+            ' (num_prompts_per_dp_group is a whole multiple of micro_batch_size)'
+            if b.batch_check == 'documented'
+            else ' (whole groups in a generation)'
+        )
+    )
     lines.append(f'  under data parallel alone the script would have global_batch_size {b.swift_global_batch_size}')
 
 
@@ -116,11 +141,15 @@ def _ranks(groups: list[list[int]]) -> str:
 
 def _layout(lines: list[str], layout: Layout) -> None:
     _title(lines, 'Layout')
-    lines.append(f'  world {layout.world_size} = TP {layout.tensor_model_parallel_size} x CP {layout.context_parallel_size} x DP {layout.dp_size} x PP '
-                 f'{layout.pipeline_model_parallel_size}; experts: ETP {layout.expert_tensor_parallel_size} x EP {layout.expert_model_parallel_size} x DP '
-                 f'{layout.expert_dp_size} x PP {layout.pipeline_model_parallel_size}'
-                 + (f'; {layout.virtual_pipeline_model_parallel_size} virtual stages' if layout.virtual_pipeline_model_parallel_size > 1 else '')
-                 + ('; sequence parallel' if layout.sequence_parallel else ''))
+    lines.append(
+        f'  world {layout.world_size} = TP {layout.tensor_model_parallel_size} x CP {layout.context_parallel_size} x DP '
+        f'{layout.dp_size} x PP '
+        f'{layout.pipeline_model_parallel_size}; experts: ETP {layout.expert_tensor_parallel_size} x EP '
+        f'{layout.expert_model_parallel_size} x DP '
+        f'{layout.expert_dp_size} x PP {layout.pipeline_model_parallel_size}'
+        + (f'; {layout.virtual_pipeline_model_parallel_size} virtual stages' if layout.virtual_pipeline_model_parallel_size > 1 else '')
+        + ('; sequence parallel' if layout.sequence_parallel else '')
+    )
     names = (('tp', 'TP'), ('cp', 'CP'), ('dp', 'DP'), ('pp', 'PP'), ('etp', 'ETP'), ('ep', 'EP'), ('expert_dp', 'expert DP'))
     for key, name in names:
         if len(layout.groups[key][0]) > 1 and (key != 'expert_dp' or layout.expert_model_parallel_size > 1):
@@ -138,8 +167,10 @@ def _schedule(lines: list[str], s: Schedule) -> None:
     _title(lines, 'Schedule')
     unknown = 'not known before the data is loaded'
     if s.prompts is not None:
-        lines.append(f'  an epoch: {s.prompts} prompts, {s.generations_per_epoch} generations, {s.optimizer_steps_per_epoch} optimizer steps, '
-                     f'{s.samples_per_epoch} completions')
+        lines.append(
+            f'  an epoch: {s.prompts} prompts, {s.generations_per_epoch} generations, {s.optimizer_steps_per_epoch} optimizer steps, '
+            f'{s.samples_per_epoch} completions'
+        )
     else:
         lines.append(f'  an epoch: {unknown}')
     if s.optimizer_steps is not None:
@@ -150,7 +181,10 @@ def _schedule(lines: list[str], s: Schedule) -> None:
     rate = s.learning_rate
     text = f'  learning rate: {rate["schedule"]} of {rate["of"]}, peak {rate["peak"]:g}'
     if 'step_0' in rate:
-        text += (f', warm-up {rate["warmup_steps"]} steps; step 0: {rate["step_0"]:.4g}, step 1: {rate["step_1"]:.4g}, half: {rate["step_half"]:.4g}, '
-                 f'last: {rate["step_last"]:.4g}')
+        text += (
+            f', warm-up {rate["warmup_steps"]} steps; step 0: {rate["step_0"]:.4g}, step 1: {rate["step_1"]:.4g}, half: '
+            f'{rate["step_half"]:.4g}, '
+            f'last: {rate["step_last"]:.4g}'
+        )
     lines.append(text)
     lines += [f'  {note}' for note in s.notes]

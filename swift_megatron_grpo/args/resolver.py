@@ -1,4 +1,5 @@
 """One command to one plan (import tier 0: standard library only)."""
+
 from __future__ import annotations
 
 import os
@@ -69,8 +70,11 @@ def _world_size(t: Translation, environ: Mapping[str, str]) -> int:
         if asked < 1:
             t.errors.append(f'--world_size is {asked}; it is 1 or more.')
         elif t.asked('dry_run') in (None, 'false') and asked != size:
-            t.errors.append(f'--world_size {asked} is for a dry run; this command starts {size} process{"es" if size > 1 else ""}. Set NPROC_PER_NODE (and NNODES), '
-                            'or add --dry_run true.')
+            t.errors.append(
+                f'--world_size {asked} is for a dry run; this command starts {size} process{"es" if size > 1 else ""}. Set '
+                f'NPROC_PER_NODE (and NNODES), '
+                'or add --dry_run true.'
+            )
         elif source and asked != size:
             t.warnings.append(f'--world_size {asked} is planned with; {source} says {size}.')
         return max(1, asked)
@@ -86,8 +90,11 @@ def _batch(t: Translation, world_size: int) -> BatchPlan | None:
     given = {name: t.asked(name) for name in names if t.asked(name) is not None}
     micro, per_device = given.get('micro_batch_size'), given.get('per_device_train_batch_size')
     if micro is not None and per_device is not None and micro != per_device:
-        t.errors.append(f'--per_device_train_batch_size is {per_device}, and --micro_batch_size is {micro}. They are one setting here: leave one of them out, or make '
-                        'them equal.')
+        t.errors.append(
+            f'--per_device_train_batch_size is {per_device}, and --micro_batch_size is {micro}. They are one setting here: '
+            f'leave one of them out, or make '
+            'them equal.'
+        )
     sizes = [t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'context')]
     ulysses = t.asked('sequence_parallel_size') or 1
     result = resolve_batch(given, world_size=world_size, tp=sizes[0], pp=sizes[1], cp=sizes[2], ulysses=ulysses)
@@ -97,8 +104,11 @@ def _batch(t: Translation, world_size: int) -> BatchPlan | None:
     if plan is None:
         return None
     t.warnings += plan.notes
-    for name, value in (('micro_batch_size', plan.micro_batch_size), ('global_batch_size', plan.global_batch_size),
-                        ('steps_per_generation', plan.steps_per_generation)):
+    for name, value in (
+        ('micro_batch_size', plan.micro_batch_size),
+        ('global_batch_size', plan.global_batch_size),
+        ('steps_per_generation', plan.steps_per_generation),
+    ):
         t.values[name], t.source[name] = value, name
     if 'generation_batch_size' in given:
         t.values['generation_batch_size'], t.source['generation_batch_size'] = plan.generation_batch_size, 'generation_batch_size'
@@ -107,12 +117,19 @@ def _batch(t: Translation, world_size: int) -> BatchPlan | None:
 
 
 def _batch_rows(t: Translation, plan: BatchPlan, given: Mapping[str, Any]) -> None:
-    formula = (f'global_batch_size = micro_batch_size {plan.micro_batch_size} x dp_size {plan.dp_size} x gradient_accumulation_steps '
-               f'{plan.gradient_accumulation_steps}')
+    formula = (
+        f'global_batch_size = micro_batch_size {plan.micro_batch_size} x dp_size {plan.dp_size} x gradient_accumulation_steps '
+        f'{plan.gradient_accumulation_steps}'
+    )
     micro_steps, beside = counts_micro_steps(given)
     unit = f'counts micro-steps beside {beside}' if micro_steps else f'counts optimizer steps beside {beside}'
     shown = {
-        'per_device_train_batch_size': ('converted', 'micro_batch_size', plan.micro_batch_size, 'completions in one micro-batch of one data-parallel rank'),
+        'per_device_train_batch_size': (
+            'converted',
+            'micro_batch_size',
+            plan.micro_batch_size,
+            'completions in one micro-batch of one data-parallel rank',
+        ),
         'micro_batch_size': ('kept', 'micro_batch_size', plan.micro_batch_size, ''),
         'gradient_accumulation_steps': ('converted', 'global_batch_size', plan.global_batch_size, formula),
         'global_batch_size': ('kept', 'global_batch_size', plan.global_batch_size, ''),
@@ -124,7 +141,11 @@ def _batch_rows(t: Translation, plan: BatchPlan, given: Mapping[str, Any]) -> No
         if name in t.given:
             action, target, value, reason = shown[name]
             t.row(t.given[name], action, name=target, value=value, reason=reason)
-    sources = {'micro_batch_size': ('per_device_train_batch_size', ), 'global_batch_size': ('gradient_accumulation_steps', ), 'steps_per_generation': ()}
+    sources = {
+        'micro_batch_size': ('per_device_train_batch_size',),
+        'global_batch_size': ('gradient_accumulation_steps',),
+        'steps_per_generation': (),
+    }
     for name, others in sources.items():
         if name not in t.given and not any(other in t.given for other in others):
             reason = formula if name == 'global_batch_size' else 'as in swift rlhf'
@@ -139,7 +160,9 @@ def _defaults(t: Translation) -> None:
     if 'train_iters' in t.values:
         if 'num_train_epochs' in t.values:
             t.values.pop('num_train_epochs')
-            t.warnings.append(f'max_steps {t.values["train_iters"]} wins over num_train_epochs {t.asked("num_train_epochs"):g}, as in swift rlhf.')
+            t.warnings.append(
+                f'max_steps {t.values["train_iters"]} wins over num_train_epochs {t.asked("num_train_epochs"):g}, as in swift rlhf.'
+            )
     else:
         t.default('num_train_epochs', 3.0, 'as in swift rlhf')
     if not any(name in t.given for name in checks.MEGATRON_SCHEDULE) or any(name in t.given for name in checks.HF_SCHEDULE):
@@ -153,8 +176,15 @@ def _defaults(t: Translation) -> None:
     t.default('dataloader_num_workers', 1, "as in swift rlhf; Megatron's own default is 4")
     if 'recompute_granularity' not in t.values:
         full_recompute(t)
-        t.rows.append(Argument(name='recompute_granularity', value='full', given_as='', action='default',
-                               reason='gradient_checkpointing is true in swift rlhf: each layer is recomputed (uniform, 1)'))
+        t.rows.append(
+            Argument(
+                name='recompute_granularity',
+                value='full',
+                given_as='',
+                action='default',
+                reason='gradient_checkpointing is true in swift rlhf: each layer is recomputed (uniform, 1)',
+            )
+        )
     elif t.values['recompute_granularity'] == 'full':
         t.default('recompute_method', 'uniform', 'full recomputation needs a method')
         t.default('recompute_num_layers', 1, 'full recomputation needs a number of layers')
@@ -191,8 +221,11 @@ def _evaluation_defaults(t: Translation) -> None:
     strategy = t.effective('eval_strategy') or ('steps' if t.effective('save_strategy') is None else t.effective('save_strategy'))
     if not has_data:
         if t.asked('eval_strategy') not in (None, 'no'):
-            t.warnings.append(f'--eval_strategy {t.asked("eval_strategy")}: there is no validation data (--val_dataset or --split_dataset_ratio), so nothing is '
-                              'evaluated, as in swift rlhf.')
+            t.warnings.append(
+                f'--eval_strategy {t.asked("eval_strategy")}: there is no validation data (--val_dataset or '
+                f'--split_dataset_ratio), so nothing is '
+                'evaluated, as in swift rlhf.'
+            )
         strategy = 'no'
     t.values['eval_strategy'], t.source['eval_strategy'] = strategy, 'eval_strategy'
     if strategy == 'no':
@@ -210,7 +243,9 @@ def _evaluation_defaults(t: Translation) -> None:
 def _resume(t: Translation, full: bool) -> None:
     only_model = t.effective('resume_only_model')
     t.default('mcore_model' if full else 'mcore_adapter', t.effective('resume_from_checkpoint'), 'resume_from_checkpoint')
-    t.default('finetune', bool(only_model), 'resume_only_model' if only_model else 'a resumed run keeps iteration, optimizer and data position')
+    t.default(
+        'finetune', bool(only_model), 'resume_only_model' if only_model else 'a resumed run keeps iteration, optimizer and data position'
+    )
     if only_model:
         t.default('no_load_optim', True, 'resume_only_model')
         t.default('no_load_rng', True, 'resume_only_model')
@@ -235,14 +270,29 @@ def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, 
     t.errors += errors
     if batch is None:
         return
-    names = ('dataset', 'val_dataset', 'split_dataset_ratio', 'streaming', 'interleave_prob', 'lr', 'lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps',
-             'warmup_ratio', 'lr_decay_style')
-    schedule, errors = resolve_schedule({name: t.effective(name) for name in names}, batch, train_iters=t.values.get('train_iters'),
-                                        epochs=t.values.get('num_train_epochs'))
+    names = (
+        'dataset',
+        'val_dataset',
+        'split_dataset_ratio',
+        'streaming',
+        'interleave_prob',
+        'lr',
+        'lr_scheduler_type',
+        'lr_scheduler_kwargs',
+        'warmup_steps',
+        'warmup_ratio',
+        'lr_decay_style',
+    )
+    schedule, errors = resolve_schedule(
+        {name: t.effective(name) for name in names}, batch, train_iters=t.values.get('train_iters'), epochs=t.values.get('num_train_epochs')
+    )
     t.errors += errors
     plan.schedule = schedule
     plan.command, plan.command_notes = megatron_command(t, schedule, plan.environment, world_size)
     if config is not None and plan.layout is not None:
         plan.memory = estimate_for(t, batch, config)
     elif config is None and t.effective('model'):
-        t.warnings.append(f'No memory estimate: config.json of {t.effective("model")} is neither in a local folder nor in the Hugging Face or ModelScope cache.')
+        t.warnings.append(
+            f'No memory estimate: config.json of {t.effective("model")} is neither in a local folder nor in the Hugging Face '
+            f'or ModelScope cache.'
+        )

@@ -1,4 +1,5 @@
 """Names of reward functions, read from source text without importing anything (import tier 0)."""
+
 from __future__ import annotations
 
 import ast
@@ -41,7 +42,11 @@ def _keys(source: str) -> tuple[set[str], bool]:
                         names.add(target.slice.value)
                     else:
                         unclear = True
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ('update', 'setdefault', '__setitem__'):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ('update', 'setdefault', '__setitem__')
+        ):
             owner = node.func.value
             unclear = unclear or (isinstance(owner, ast.Name) and owner.id in _REGISTRIES)
     return names, unclear

@@ -4,6 +4,7 @@ A generation takes num_rollout_prompts prompts; an epoch is the whole number of 
 `swift rlhf`; a generation feeds steps_per_generation x num_iterations optimizer steps; max_steps wins over epochs, and epochs x steps an
 epoch is rounded up.
 """
+
 from __future__ import annotations
 
 import csv
@@ -75,7 +76,9 @@ def count_prompts(specs: Sequence[str], held_out_ratio: float = 0.0) -> tuple[in
     return total, held_out, []
 
 
-def resolve_schedule(values: dict[str, Any], batch: BatchPlan, *, train_iters: int | None, epochs: float | None) -> tuple[Schedule, list[str]]:
+def resolve_schedule(
+    values: dict[str, Any], batch: BatchPlan, *, train_iters: int | None, epochs: float | None
+) -> tuple[Schedule, list[str]]:
     """(schedule, errors). ``values`` holds dataset, val_dataset, split_dataset_ratio, streaming, interleave_prob, lr, lr_scheduler_*."""
     errors: list[str] = []
     ratio = 0.0 if values['val_dataset'] else values['split_dataset_ratio']
@@ -97,9 +100,11 @@ def resolve_schedule(values: dict[str, Any], batch: BatchPlan, *, train_iters: i
         generations_per_epoch = prompts // per_generation
         steps_per_epoch = generations_per_epoch * steps_per_generation
         if generations_per_epoch == 0:
-            errors.append(f'The data has {prompts} prompts, and one generation takes {per_generation} (generation_batch_size '
-                          f'{batch.generation_batch_size} / num_generations {batch.num_generations}): there would be no step at all. Give more data '
-                          f'(--dataset FILE#{per_generation} repeats rows), or a generation_batch_size of at most {prompts * batch.num_generations}.')
+            errors.append(
+                f'The data has {prompts} prompts, and one generation takes {per_generation} (generation_batch_size '
+                f'{batch.generation_batch_size} / num_generations {batch.num_generations}): there would be no step at all. Give more data '
+                f'(--dataset FILE#{per_generation} repeats rows), or a generation_batch_size of at most {prompts * batch.num_generations}.'
+            )
     total = train_iters
     if total is None and steps_per_epoch and epochs is not None:
         total = math.ceil(epochs * steps_per_epoch)
@@ -107,8 +112,10 @@ def resolve_schedule(values: dict[str, Any], batch: BatchPlan, *, train_iters: i
         epochs = total / steps_per_epoch if train_iters is not None else epochs
     generations = None if total is None else math.ceil(total / steps_per_generation)
     if prompts is not None and generations_per_epoch and prompts % per_generation:
-        notes.append(f'{prompts % per_generation} prompts an epoch do not fill a generation of {per_generation} and are left out (another choice '
-                     'each epoch), as in swift rlhf.')
+        notes.append(
+            f'{prompts % per_generation} prompts an epoch do not fill a generation of {per_generation} and are left out (another choice '
+            'each epoch), as in swift rlhf.'
+        )
     schedule = Schedule(
         prompts=prompts,
         prompts_per_epoch=None if generations_per_epoch is None else generations_per_epoch * per_generation,
@@ -120,7 +127,8 @@ def resolve_schedule(values: dict[str, Any], batch: BatchPlan, *, train_iters: i
         generations=generations,
         samples=None if generations is None else generations * batch.generation_batch_size,
         learning_rate={},
-        notes=notes)
+        notes=notes,
+    )
     schedule.learning_rate = learning_rates(values, total)
     return schedule, errors
 

@@ -1,4 +1,5 @@
 """Finding the training commands in a script or a configuration file, and writing them back with this backend (import tier 0)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,12 +12,19 @@ from .argv import config_argv, read_config, split
 from .shell import Command, ScriptReader
 
 # What a `megatron rlhf` command means by saying nothing, where `swift rlhf` means something else.
-MEGATRON_DEFAULTS = (('tuner_type', 'full'), ('use_vllm', 'true'), ('padding_free', 'true'), ('recompute_granularity', 'selective'), ('dataloader_num_workers', '4'))
+MEGATRON_DEFAULTS = (
+    ('tuner_type', 'full'),
+    ('use_vllm', 'true'),
+    ('padding_free', 'true'),
+    ('recompute_granularity', 'selective'),
+    ('dataloader_num_workers', '4'),
+)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Found:
     """One training command. ``argv`` is what follows `swift rlhf`; ``insert_at`` is the offset behind which --backend belongs."""
+
     argv: list[str]
     environment: dict[str, str]
     folder: str
@@ -30,6 +38,7 @@ class Found:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Script:
     """What a file holds: training commands, rollout servers (as lines to show), and notes on what could not be known."""
+
     text: str
     found: list[Found]
     servers: list[str]
@@ -46,10 +55,12 @@ def read_script(text: str, environ: Mapping[str, str]) -> Script:
         if start is None:
             if words[0].startswith('--'):
                 line = text.count('\n', 0, command.spans[0][0]) + 1
-                script.notes.append(f'Line {line} begins with {words[0]}: a comment, a blank line or a missing backslash before it ends the command above.')
+                script.notes.append(
+                    f'Line {line} begins with {words[0]}: a comment, a blank line or a missing backslash before it ends the command above.'
+                )
             continue
         kind = words[start]
-        rest, spans = words[start + 1:], command.spans[start + 1:]
+        rest, spans = words[start + 1 :], command.spans[start + 1 :]
         if kind == 'rollout':
             script.servers.append('swift rollout ' + ' '.join(rest))
         elif kind == 'rlhf':
@@ -63,7 +74,10 @@ def _program(words: list[str]) -> int | None:
     for index, word in enumerate(words):
         base = os.path.basename(word)
         following = words[index + 1].replace('_', '-') if index + 1 < len(words) else ''
-        if (base in ('swift', 'megatron') or word == 'swift.cli.main' or word.endswith('swift/cli/main.py')) and following in ('rlhf', 'rollout'):
+        if (base in ('swift', 'megatron') or word == 'swift.cli.main' or word.endswith('swift/cli/main.py')) and following in (
+            'rlhf',
+            'rollout',
+        ):
             return index + 1
         if base in ('rlhf.py', 'rollout.py') and 'cli' in word:
             words[index] = base[:-3]
@@ -89,12 +103,19 @@ def _found(text: str, command: Command, start: int, rest: list[str], spans: list
         insert_at=spans[0][1] if config_first else command.spans[start][1],
         program_span=command.spans[start - 1] if megatron else None,
         has_backend='backend' in names,
-        extra=extra)
+        extra=extra,
+    )
 
 
 def _launcher(words: list[str]) -> dict[str, str]:
     """What torchrun's own options say about the number of processes, as the variables that ms-swift reads."""
-    names = {'nproc_per_node': 'NPROC_PER_NODE', 'nnodes': 'NNODES', 'num_processes': 'NPROC_PER_NODE', 'num_machines': 'NNODES', 'num_gpus': 'NPROC_PER_NODE'}
+    names = {
+        'nproc_per_node': 'NPROC_PER_NODE',
+        'nnodes': 'NNODES',
+        'num_processes': 'NPROC_PER_NODE',
+        'num_machines': 'NNODES',
+        'num_gpus': 'NPROC_PER_NODE',
+    }
     result = {}
     for name, values in split(words)[0]:
         key = names.get(name.lstrip('-').replace('-', '_'))
@@ -127,7 +148,16 @@ def read_yaml(path: str, environ: Mapping[str, str]) -> Script:
     environment = dict(environ)
     for key, value in (config.pop('ENV', None) or {}).items():
         environment.setdefault(key, str(value))
-    found = Found(argv=config_argv(config), environment=environment, folder='', line=1, insert_at=0, program_span=None, has_backend='backend' in config, extra=[])
+    found = Found(
+        argv=config_argv(config),
+        environment=environment,
+        folder='',
+        line=1,
+        insert_at=0,
+        program_span=None,
+        has_backend='backend' in config,
+        extra=[],
+    )
     return Script(text=text, found=[found], servers=[], notes=[])
 
 
@@ -141,4 +171,4 @@ def write_yaml(script: Script, path: str) -> str:
     match = re.search(r'^rlhf_type\s*:.*$', script.text, flags=re.MULTILINE)
     if match is None:
         return script.text.rstrip('\n') + '\nbackend: megatron\n'
-    return script.text[:match.end()] + '\nbackend: megatron' + script.text[match.end():]
+    return script.text[: match.end()] + '\nbackend: megatron' + script.text[match.end() :]

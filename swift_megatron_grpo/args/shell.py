@@ -1,9 +1,11 @@
 """Reading a shell script without running it (import tier 0).
 
-Knows what training scripts use: comments, quotes, line continuations, assignments and `export`, environment prefixes, `$VAR`, `${VAR:-default}`
-and their relatives, arrays, arithmetic on numbers, redirections, here-documents, several commands in a file, the usual launchers. Loops and
-conditions are read once from top to bottom, functions where they are defined. A command substitution is never run; it stays as text and is reported.
+Knows what training scripts use: comments, quotes, line continuations, assignments and `export`, environment prefixes, `$VAR`,
+`${VAR:-default}` and their relatives, arrays, arithmetic on numbers, redirections, here-documents, several commands in a file, the usual
+launchers. Loops and conditions are read once from top to bottom, functions where they are defined. A command substitution is never run;
+it stays as text and is reported.
 """
+
 from __future__ import annotations
 
 import ast
@@ -22,6 +24,7 @@ _DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Word:
     """One word of a command. ``parts`` are (text, quoted, expands) pieces; ``start`` and ``end`` are offsets in the script."""
+
     parts: list[tuple[str, bool, bool]]
     start: int
     end: int
@@ -38,6 +41,7 @@ class Command:
     ``environment`` holds the variables in force for it, ``spans`` the offsets of the word that each expanded word came from, and
     ``folder`` what the `cd` commands before it lead to.
     """
+
     words: list[str]
     spans: list[tuple[int, int]]
     environment: dict[str, str]
@@ -96,7 +100,12 @@ class ScriptReader:
         return words
 
     def _array_follows(self, words: list[Word]) -> bool:
-        return bool(words) and self.text[self.position] == '(' and words[-1].end == self.position and bool(re.fullmatch(r'[A-Za-z_]\w*\+?=', words[-1].raw))
+        return (
+            bool(words)
+            and self.text[self.position] == '('
+            and words[-1].end == self.position
+            and bool(re.fullmatch(r'[A-Za-z_]\w*\+?=', words[-1].raw))
+        )
 
     def _array(self, head: Word) -> Word:
         """NAME=( ... ): the words up to the closing bracket, kept as one word whose parts end in the list marker."""
@@ -129,7 +138,7 @@ class ScriptReader:
         while self.position < len(self.text):
             end = self.text.find('\n', self.position)
             end = len(self.text) if end < 0 else end
-            line = self.text[self.position:end]
+            line = self.text[self.position : end]
             self.position = min(end + 1, len(self.text))
             if line.strip('\t') == marker:
                 return
@@ -140,18 +149,18 @@ class ScriptReader:
         parts: list[tuple[str, bool, bool]] = []
         while self.position < len(text):
             char = text[self.position]
-            if char in ' \t\r\n;|&()<>' :
+            if char in ' \t\r\n;|&()<>':
                 break
             if char == '\\':
                 if text.startswith('\\\n', self.position):
                     self.position += 2
                     continue
-                parts.append((text[self.position + 1:self.position + 2], True, False))
+                parts.append((text[self.position + 1 : self.position + 2], True, False))
                 self.position += 2
             elif char == "'":
                 end = text.find("'", self.position + 1)
                 end = len(text) if end < 0 else end
-                parts.append((text[self.position + 1:end], True, False))
+                parts.append((text[self.position + 1 : end], True, False))
                 self.position = end + 1
             elif char == '"':
                 self._double_quotes(parts)
@@ -203,14 +212,14 @@ class ScriptReader:
         else:
             match = re.compile(r'\$([A-Za-z_]\w*|[0-9@*#?$!-])?').match(text, start)
             self.position = match.end() if match is not None else start + 1
-        return text[start:self.position]
+        return text[start : self.position]
 
     def _backquotes(self) -> str:
         start = self.position
         end = self.text.find('`', start + 1)
         self.position = len(self.text) if end < 0 else end + 1
-        self._note(f'{self.text[start:self.position]} is a command; it is not run, and stands here as text.')
-        return self.text[start:self.position]
+        self._note(f'{self.text[start : self.position]} is a command; it is not run, and stands here as text.')
+        return self.text[start : self.position]
 
     # -- expansion
 
@@ -252,7 +261,7 @@ class ScriptReader:
             value = self.lookup(array.group(1))
             items = [] if value is None else value if isinstance(value, list) else [value]
             if array.group(2) not in '@*':
-                return items[int(array.group(2)):int(array.group(2)) + 1]
+                return items[int(array.group(2)) : int(array.group(2)) + 1]
             return [' '.join(items)] if array.group(2) == '*' and quoted else list(items)
         if (size := re.fullmatch(r'#([A-Za-z_]\w*)(\[[@*]\])?', body)) is not None:
             return [str(len(self.lookup(size.group(1)) or ''))]
@@ -303,7 +312,9 @@ class ScriptReader:
         return ''.join(values)
 
     def _arithmetic(self, text: str) -> str:
-        plain = re.sub(r'\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)', lambda match: str(self.lookup(match.group(1) or match.group(2)) or 0), text)
+        plain = re.sub(
+            r'\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)', lambda match: str(self.lookup(match.group(1) or match.group(2)) or 0), text
+        )
         try:
             return str(_evaluate(ast.parse(plain.strip(), mode='eval').body))
         except (SyntaxError, ValueError, ZeroDivisionError):
@@ -338,7 +349,11 @@ class ScriptReader:
         if expanded[0] == 'cd' and len(expanded) > 1:
             self.folder = os.path.join(self.folder, os.path.expanduser(expanded[1]))
             return
-        if expanded[0] == 'for' or (expanded[0] == 'set' and len(expanded) > 1) or expanded[0] in ('shift', 'source', '.', 'trap', 'case', 'echo'):
+        if (
+            expanded[0] == 'for'
+            or (expanded[0] == 'set' and len(expanded) > 1)
+            or expanded[0] in ('shift', 'source', '.', 'trap', 'case', 'echo')
+        ):
             return
         if expanded[0] == 'unset':
             for name in expanded[1:]:
@@ -383,12 +398,18 @@ def _trim(value: str, op: str, pattern: str) -> str:
     found = [index for index in range(len(value) + 1) if re.fullmatch(expression.replace('.*?', '.*'), value[index:])]
     if not found:
         return value
-    return value[:found[0] if op == '%%' else found[-1]]
+    return value[: found[0] if op == '%%' else found[-1]]
 
 
 _BINARY = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    ast.LShift: operator.lshift, ast.RShift: operator.rshift
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
 }
 
 

@@ -3,6 +3,7 @@
 A `Translation` is filled row by row: each given argument meets the action of its row in the table, and conversions are looked up in
 ``convert.CONVERTERS``. Nothing is dropped without a row in the report, and a value that asks for something that cannot be had is an error.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,8 +14,15 @@ from .fields import Field, all_fields
 from .plan import Argument
 
 # Arguments whose numbers become one batch plan; they are reported from there.
-BATCH_NAMES = ('per_device_train_batch_size', 'micro_batch_size', 'gradient_accumulation_steps', 'global_batch_size', 'steps_per_generation',
-               'generation_batch_size', 'keep_global_batch')
+BATCH_NAMES = (
+    'per_device_train_batch_size',
+    'micro_batch_size',
+    'gradient_accumulation_steps',
+    'global_batch_size',
+    'steps_per_generation',
+    'generation_batch_size',
+    'keep_global_batch',
+)
 
 
 class Translation:
@@ -56,8 +64,10 @@ class Translation:
     def set(self, name: str, value: Any, source: str) -> bool:
         """Give the worker a value. Two sources that disagree are an error that shows both; returns whether the value stands."""
         if name in self.values and self.values[name] != value:
-            self.errors.append(f'--{self.source[name]} gives {name} {self.values[name]!r}, and --{source} gives {value!r}. They are one setting here: '
-                               'leave one of them out, or make them equal.')
+            self.errors.append(
+                f'--{self.source[name]} gives {name} {self.values[name]!r}, and --{source} gives {value!r}. They are one setting here: '
+                'leave one of them out, or make them equal.'
+            )
             return False
         self.values[name] = value
         self.source[name] = source
@@ -72,13 +82,21 @@ class Translation:
 
     def row(self, item: Given, action: str, *, name: str = '', value: Any = None, reason: str = '') -> None:
         self.rows.append(
-            Argument(name=name or item.name, value=item.value if value is None else value, given_as=f'--{item.typed}', action=action, reason=reason))
+            Argument(
+                name=name or item.name,
+                value=item.value if value is None else value,
+                given_as=f'--{item.typed}',
+                action=action,
+                reason=reason,
+            )
+        )
 
     # -- the rules
 
     def run(self) -> None:
         """Apply the table to every given argument."""
         from .convert import CONVERTERS
+
         for item in self.given.values():
             field = all_fields()[item.name]
             if item.name in BATCH_NAMES:
@@ -131,4 +149,11 @@ def asks_for_nothing(field: Field, value: Any) -> bool:
 def show(value: Any) -> str:
     """A value as it stands on a command line."""
     from .values import to_words
+
     return ' '.join(to_words(value))
+
+
+def refuse(t: Translation, item: Given, message: str) -> None:
+    """A row and an error for one argument that cannot be had."""
+    t.row(item, 'refused', reason=message)
+    t.errors.append(f'--{item.name} {show(item.value)} does not work with --backend megatron: {message}.')

@@ -1,4 +1,5 @@
 """Text to value and back, as the two parsers of ms-swift read it (import tier 0)."""
+
 from __future__ import annotations
 
 import json
@@ -49,7 +50,7 @@ def parse(field: Field, words: list[str]) -> Any:
     if field.is_list:
         if not words:
             raise ValueError('at least one value')
-        kind = field.type[len('list['):-1]
+        kind = field.type[len('list[') : -1]
         return [parse_scalar(kind, word) for word in words]
     if field.type == 'bool' and not words:
         return True

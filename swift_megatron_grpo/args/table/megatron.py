@@ -1,6 +1,7 @@
+# ruff: noqa: E501
 """Table rows: Megatron's own: layout, kernels, precision, optimizer, checkpoint (see fields.py for the columns)."""
 
-ROWS = r'''
+ROWS = r"""
 mcore_ref_model | megatron | str | - | null | kept | - |
 mcore_ref_adapter | megatron | str | - | null | kept | - |
 reference_free | megatron | bool | - | false | no_effect | - | belongs to another rlhf_type
@@ -161,4 +162,4 @@ language_model_only | megatron | bool | - | false | kept | - |
 apply_wd_to_qk_layernorm | megatron | bool | - | false | kept | - |
 linear_decoupled_in_proj | megatron | bool | - | false | kept | - |
 skip_megatron_init | megatron | bool | - | false | refused | - | internal to ms-swift
-'''
+"""

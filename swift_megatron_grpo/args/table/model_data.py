@@ -1,6 +1,7 @@
+# ruff: noqa: E501
 """Table rows: model, template, data, tuner (see fields.py for the columns)."""
 
-ROWS = r'''
+ROWS = r"""
 hub_token | both | str | null | null | kept | - |
 seed | both | int | 42 | 42 | kept | - |
 data_seed | both | int | 42 | 42 | kept | - |
@@ -143,4 +144,4 @@ reft_layers | swift | list[int] | null | - | no_effect | - | belongs to another 
 reft_rank | swift | int | 4 | - | no_effect | - | belongs to another tuner_type
 reft_intervention_type | swift | str{NoreftIntervention,LoreftIntervention,ConsreftIntervention,LobireftIntervention,DireftIntervention,NodireftIntervention} | "LoreftIntervention" | - | no_effect | - | belongs to another tuner_type
 reft_args | swift | str | null | - | no_effect | - | belongs to another tuner_type
-'''
+"""

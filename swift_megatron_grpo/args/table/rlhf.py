@@ -1,6 +1,7 @@
+# ruff: noqa: E501
 """Table rows: rollouts, rewards, losses, reward and teacher models (see fields.py for the columns)."""
 
-ROWS = r'''
+ROWS = r"""
 loss_type | both | list[str] | null | null | kept | - | grpo, bnpo, dr_grpo, dapo, cispo, sapo, real, fipo; also luspo, gmpo, and module:function
 truncation_strategy | both | str{delete,left,right,split} | null | null | kept | - | left (default) or delete
 loss_scale | both | str | null | "last_round" | kept | - | last_round; default with multi_turn_scheduler, as in swift rlhf
@@ -161,4 +162,4 @@ sft_alpha | both | float | 0 | 0.0 | no_effect | - | belongs to another rlhf_typ
 lmbda | both | float | 0.5 | 0.5 | no_effect | - | belongs to another rlhf_type
 seq_kd | both | bool | false | false | no_effect | - | belongs to another rlhf_type
 gkd_logits_topk | both | int | null | null | no_effect | - | belongs to another rlhf_type
-'''
+"""

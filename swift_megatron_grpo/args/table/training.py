@@ -1,6 +1,7 @@
+# ruff: noqa: E501
 """Table rows: training loop, optimizer, logging, checkpoints, evaluation (see fields.py for the columns)."""
 
-ROWS = r'''
+ROWS = r"""
 output_dir | both | str | null | null | kept | - | always handed on; default output/<model name>, as in swift rlhf
 per_device_train_batch_size | swift | int | 1 | - | converted | micro_batch_size | completions in one micro-batch of one data-parallel rank
 num_train_epochs | both | float | 3.0 | null | kept | - | a fraction is kept; max_steps wins; 3.0 where nothing is said, as in swift rlhf
@@ -180,4 +181,4 @@ add_version | both | bool | true | true | kept | - |
 create_checkpoint_symlink | both | bool | false | false | kept | - |
 zero_hpz_partition_size | swift | int | null | - | no_effect | - | Megatron's layout and distributed optimizer take the place of DeepSpeed and FSDP
 deepspeed_autotp_size | swift | int | null | - | no_effect | - | Megatron's layout and distributed optimizer take the place of DeepSpeed and FSDP
-'''
+"""
