@@ -105,7 +105,7 @@ def target_parameters(t: Translation, item: Given, field: Field) -> None:
     if experts and 'all-linear' in modules:
         t.row(item, 'converted', name='target_modules', value=modules, reason=field.reason)
     else:
-        _refuse(
+        refuse(
             t,
             item,
             'LoRA acts on modules here; expert weights are the modules linear_fc1 and linear_fc2, and --target_modules '
