@@ -88,6 +88,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         if self.resume_from_checkpoint is not None:
             self._init_resume(self.resume_from_checkpoint)
+        # `swift rlhf` takes "none"; ms-swift's Megatron side looks every entry up.
+        self.report_to = [name for name in ([self.report_to] if isinstance(self.report_to, str) else self.report_to) if name != 'none']
         super().__post_init__()
         if cpu.is_active():
             cpu.refuse_unsupported(self)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from dataclasses import dataclass
-
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
 from swift.utils import get_current_device, get_logger
@@ -19,12 +18,14 @@ from . import checkpoint
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
-from .engines import EngineGroup, RolloutEngine, build_engine
+from .engines import RolloutEngine, build_engine
+from .errors import UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
 from .parallel import build_topology
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
+from .step import frozen
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
 from .step.forward import PolicyForward
@@ -58,9 +59,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
         self.batches = BatchBuilder(args, template, self.topology, self.device)
-        self.engine: RolloutEngine = build_engine(args, template, self.topology, self.device)
-        self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
-        self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
+        self.engine: RolloutEngine | None = None
+        if args.replay_rollouts is None:
+            self.engine = build_engine(args, template, self.topology, self.device)
+            self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
@@ -81,15 +84,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 if self.state.iteration >= args.train_iters:
                     break
         self.finalize_training()
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()  # before the process group goes
 
     def collect(self, index: int) -> Generation:
         """One generation: sampled, scored, batched, with old and reference log-probabilities and advantages."""
         args = self.args
-        prompts = self.prompts.take(index)
-        self.sync_weights()
-        scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
-                                   version=self.synced_version)
+        scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self.learner.add_logprobs(steps)
@@ -98,6 +99,24 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
         return Generation(index=index, scored=scored, steps=steps)
+
+    def _sample(self, index: int) -> ScoredRollouts:
+        args = self.args
+        prompts = self.prompts.take(index)
+        self.sync_weights()
+        scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
+                                   version=self.synced_version)
+        if args.save_rollouts is not None and self.topology.is_logging_rank:
+            frozen.write_generation(frozen.generation_path(args.save_rollouts, index), index, scored, self.rewarder.names, args.seed)
+        return scored
+
+    def _replay(self, index: int) -> ScoredRollouts:
+        path = frozen.generation_path(self.args.replay_rollouts, index)
+        scored, head = frozen.read_generation(path, self.rewarder.names)
+        expected = self.args.generation_batch_size
+        if len(scored.rollouts) != expected:
+            raise UserError(f'{path} holds {len(scored.rollouts)} rollouts, but this run has generation_batch_size {expected}.')
+        return scored
 
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
@@ -114,7 +133,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def sync_weights(self) -> None:
         """The policy's weights to the engine, where they changed since the last time."""
         version = self.progress.policy_version
-        if version == self.synced_version:
+        if version == self.synced_version or self.engine is None:
             return
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
@@ -228,5 +247,3 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             'advantages': advantage,
         } for rollout, rewards, advantage in zip(scored.rollouts, scored.rewards_NF.tolist(), advantages)])
 
-
-__all__ = ['EngineGroup', 'Generation', 'MegatronGRPOTrainer']

@@ -15,6 +15,7 @@ from swift.rlhf_trainers.utils import (finish_vllm_weight_reload, patch_vllm_moe
 from swift.template import Template
 from typing import Any
 
+from .. import cpu
 from ..errors import RunError
 from .base import EngineGroup, RolloutEngine, Sampling
 
@@ -31,6 +32,9 @@ class VllmColocateEngine(RolloutEngine):
     """
 
     def __init__(self, args: Any, template: Template, group: EngineGroup, *, max_num_seqs: int, device: torch.device):
+        if cpu.is_active():  # vLLM finds it as an entry point too, where the package is installed
+            from ..cpu import vllm_plugin
+            vllm_plugin.register()
         from swift.infer_engine import GRPOVllmEngine
         self.group = group
         self.device = device
