@@ -146,6 +146,8 @@ def megatron_spelling(
             notes.append(
                 'the number of steps is not known here, and Megatron does not round the warm-up up: it may end up to one step earlier'
             )
+    if warmup is not None and total is not None and warmup >= total and flags:
+        notes.append(f'Megatron refuses a warm-up ({warmup} steps) as long as the run ({total})')
     styles = {
         'constant': 'constant',
         'constant_with_warmup': 'constant',

@@ -6,7 +6,7 @@ import re
 
 from .argv import Given
 from .fields import Field
-from .translation import Translation
+from .translation import Translation, refuse
 
 # Linear layers by the names that transformers uses, and where Megatron keeps the same weights.
 MODULE_NAMES = {

@@ -1,0 +1,89 @@
+"""One question to the installed ms-swift, transformers and Megatron-Core, asked when the first test needs the answer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.args import lr
+
+from . import cases
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def steps_of(total: int) -> list[int]:
+    return [0, min(1, total - 1), total // 2, total - 1]
+
+
+@pytest.fixture(scope='session')
+def upstream(tmp_path_factory):
+    """The answer of tests/args/upstream.py to all that the tests want to know."""
+    pytest.importorskip('swift')
+    folder = tmp_path_factory.mktemp('upstream')
+    model = folder / 'tiny'
+    model.mkdir()
+    (model / 'config.json').write_text(json.dumps(TINY), encoding='utf-8')
+    data = folder / 'data.jsonl'
+    data.write_text('{"messages": [{"role": "user", "content": "1"}], "solution": "1"}\n', encoding='utf-8')
+    fixed = f'--rlhf_type grpo --model {model} --model_type qwen3 --template qwen3 --dataset {data} --reward_funcs accuracy --torch_dtype float32'
+    request = {
+        'scripts': [[fixed.split() + text.split(), world, prompts] for _, text, world, prompts in cases.SCRIPTS],
+        'transformers_rates': [],
+        'megatron_rates': [],
+    }
+    for kind, peak, steps, ratio, total, kwargs in cases.SCHEDULES:
+        warmup = lr.num_warmup_steps(steps, ratio, total)
+        request['transformers_rates'].append([kind, peak, warmup, total, kwargs, steps_of(total)])
+        flags, _ = lr.megatron_spelling(kind, lr=peak, kwargs=kwargs, warmup_steps=steps, warmup_ratio=ratio, total=total)
+        request['megatron_rates'].append([flags, peak, total, steps_of(total)])
+    answer = folder / 'answer.json'
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    result = subprocess.run(
+        [sys.executable, '-m', 'tests.args.upstream', str(answer)],
+        input=json.dumps(request),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(answer.read_text(encoding='utf-8'))
+
+
+TINY = {
+    'architectures': ['Qwen3ForCausalLM'],
+    'model_type': 'qwen3',
+    'hidden_size': 64,
+    'intermediate_size': 128,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 2,
+    'num_key_value_heads': 2,
+    'head_dim': 32,
+    'vocab_size': 100,
+    'tie_word_embeddings': False,
+    'max_position_embeddings': 512,
+    'torch_dtype': 'float32',
+}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty folder to stand in, with a tiny model (config.json alone) and 100 prompts; no variables of a launcher."""
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'NPROC_PER_NODE', 'NNODES'):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / 'tiny').mkdir()
+    (tmp_path / 'tiny' / 'config.json').write_text(json.dumps(TINY), encoding='utf-8')
+    write_prompts(tmp_path / 'data.jsonl', 100)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_prompts(path: Path, number: int) -> None:
+    row = '{"messages": [{"role": "user", "content": "1 + 1"}], "solution": "2"}\n'
+    path.write_text(row * number, encoding='utf-8')
