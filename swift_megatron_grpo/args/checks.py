@@ -210,7 +210,7 @@ def rewards_and_losses(t: Translation) -> None:
     functions, models = t.effective('reward_funcs') or [], t.effective('reward_model') or []
     teacher = t.effective('teacher_model') or t.effective('teacher_model_server')
     gym = t.effective('use_gym_env') or t.effective('gym_env')
-    if not functions and not models and not teacher and not gym:
+    if not functions and not models and not teacher and not gym and not t.effective('multi_turn_scheduler'):
         t.errors.append(
             'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own with '
             '--external_plugins), --reward_model, --gym_env, or --teacher_model.'
