@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from . import lr as lr_schedule
 from . import model_files, rewards
-from .schedule import dataset_path, looks_local
+from .path_checks import paths
 from .translation import Translation
 
 HF_SCHEDULE = ('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio')
@@ -309,70 +308,6 @@ def layout_flags(t: Translation) -> None:
         t.warnings.append('--sequence_parallel true has no effect with --tensor_model_parallel_size 1.')
     if t.effective('optimizer') == 'muon' and (t.effective('overlap_grad_reduce') or t.effective('overlap_param_gather')):
         t.errors.append('--optimizer muon does not go with --overlap_grad_reduce or --overlap_param_gather; use --optimizer dist_muon.')
-
-
-def paths(t: Translation) -> None:
-    """Local files and folders that are named and are not there."""
-    for name in (
-        'model',
-        'ref_model',
-        'teacher_model',
-        'mcore_model',
-        'mcore_adapter',
-        'mcore_ref_model',
-        'mcore_ref_adapter',
-        'resume_from_checkpoint',
-        'replay_rollouts',
-    ):
-        path = t.effective(name)
-        if isinstance(path, str) and (
-            model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')
-        ):
-            _must_exist(t, name, path)
-    for name in ('adapters', 'ref_adapters', 'reward_model', 'external_plugins', 'dataset', 'val_dataset', 'custom_dataset_info'):
-        for entry in t.effective(name) or []:
-            path = dataset_path(entry)[0] if name.endswith('dataset') else entry
-            if (
-                looks_local(path)
-                if name.endswith('dataset')
-                else model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info')
-            ):
-                _must_exist(t, name, path)
-    model = t.effective('model')
-    if (
-        isinstance(model, str)
-        and os.path.isdir(os.path.expanduser(model))
-        and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json'))
-    ):
-        t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
-    resume = t.effective('resume_from_checkpoint')
-    if (
-        isinstance(resume, str)
-        and os.path.isfile(os.path.join(resume, 'trainer_state.json'))
-        and not any(entry.startswith(('iter_', 'latest_checkpointed')) for entry in os.listdir(resume))
-    ):
-        t.errors.append(
-            f'--resume_from_checkpoint {resume} was written by the transformers trainer; its optimizer state has no Megatron '
-            f'form. Start from its '
-            f'weights instead: {"--model" if t.effective("tuner_type") == "full" else "--adapters"} {resume}.'
-        )
-
-
-def _must_exist(t: Translation, name: str, path: str) -> None:
-    full = os.path.expanduser(path)
-    if os.path.exists(full):
-        return
-    folder = os.path.dirname(full) or '.'
-    there = os.listdir(folder) if os.path.isdir(folder) else []
-    close = difflib.get_close_matches(os.path.basename(full), there, n=1, cutoff=0.6)
-    near = (
-        f' There is {os.path.join(os.path.dirname(path), close[0])}.'
-        if close
-        else ''
-        if there
-        else f' The folder {folder} does not exist either.'
-    )
-    t.errors.append(f'--{name} {path} does not exist.{near}')
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:

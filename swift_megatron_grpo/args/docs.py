@@ -21,11 +21,14 @@ _GROUPS = (
 )
 _ACTIONS = {'kept': 'kept', 'renamed': 'renamed', 'converted': 'converted', 'no_effect': 'no effect', 'refused': 'refused'}
 _INTRO = (
-    'Every argument of `swift rlhf` (ms-swift 4.6) and of `megatron rlhf` may be given to `swift rlhf --rlhf_type grpo --backend megatron`. '
+    'Every argument of `swift rlhf` (ms-swift 4.6) and of `megatron rlhf` may be given to `swift rlhf --rlhf_type grpo '
+    '--backend megatron`. '
     'This page says what becomes of each; it is written by `python -m swift_megatron_grpo.args.docs`.',
-    'Where nothing is given, `swift rlhf` is followed: its defaults are in the third column, those of `megatron rlhf` in the fourth, and a dash '
+    'Where nothing is given, `swift rlhf` is followed: its defaults are in the third column, those of `megatron rlhf` in the '
+    'fourth, and a dash '
     'says that the argument is unknown there.',
-    'kept: as it is. renamed, converted: the fifth column names where it goes. no effect: it is said once in the report, and changes nothing. '
+    'kept: as it is. renamed, converted: the fifth column names where it goes. no effect: it is said once in the report, and '
+    'changes nothing. '
     'refused: any value but the default ends the command before a model is loaded, with the reason in the last column.',
     '`--dry_run true` prints the same for one command, and the plan with it.',
 )
@@ -59,7 +62,8 @@ _BATCH = (
     'All sizes count completions. dp_size = world_size / (TP x PP x CP); global_batch_size = micro_batch_size x dp_size x '
     'gradient_accumulation_steps; generation_batch_size = global_batch_size x steps_per_generation; num_rollout_prompts = '
     'generation_batch_size / num_generations; num_train_prompts = global_batch_size / num_generations; num_prompts_per_dp_group = '
-    'global_batch_size / num_generations / dp_size. Beside gradient_accumulation_steps or per_device_train_batch_size, steps_per_generation '
+    'global_batch_size / num_generations / dp_size. Beside gradient_accumulation_steps or per_device_train_batch_size, '
+    'steps_per_generation '
     'counts micro-steps as in swift rlhf; beside micro_batch_size or global_batch_size it counts optimizer steps.'
 )
 

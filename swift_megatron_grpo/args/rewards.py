@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 _REGISTRIES = ('orms', 'ORMS')
 
 
+@functools.cache
 def builtin_names() -> set[str] | None:
     """The keys of ``swift.rewards.orm.orms``; None where ms-swift is not installed or its source has another shape."""
     spec = importlib.util.find_spec('swift')  # finding a top-level package imports nothing

@@ -5,7 +5,8 @@ SCRIPTS = [
     ('defaults', '--num_generations 2', 2, 10),
     (
         'per-device 2, accumulation 4, warm-up, cosine, clipped, three steps',
-        '--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --learning_rate 1e-6 --warmup_ratio 0.1 --lr_scheduler_type cosine '
+        '--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --learning_rate 1e-6 --warmup_ratio 0.1 '
+        '--lr_scheduler_type cosine '
         '--max_grad_norm 0.5 --max_steps 3 --num_generations 8',
         1,
         40,
@@ -41,7 +42,8 @@ SCRIPTS = [
     ),
     (
         'constant, weight decay, no clipping',
-        '--per_device_train_batch_size 1 --gradient_accumulation_steps 16 --num_generations 4 --lr_scheduler_type constant --weight_decay 0.01 '
+        '--per_device_train_batch_size 1 --gradient_accumulation_steps 16 --num_generations 4 --lr_scheduler_type constant '
+        '--weight_decay 0.01 '
         '--max_grad_norm 0 --tuner_type full --learning_rate 5e-7 --num_train_epochs 2',
         1,
         12,

@@ -29,7 +29,10 @@ def upstream(tmp_path_factory):
     (model / 'config.json').write_text(json.dumps(TINY), encoding='utf-8')
     data = folder / 'data.jsonl'
     data.write_text('{"messages": [{"role": "user", "content": "1"}], "solution": "1"}\n', encoding='utf-8')
-    fixed = f'--rlhf_type grpo --model {model} --model_type qwen3 --template qwen3 --dataset {data} --reward_funcs accuracy --torch_dtype float32'
+    fixed = (
+        f'--rlhf_type grpo --model {model} --model_type qwen3 --template qwen3 --dataset {data} --reward_funcs accuracy '
+        f'--torch_dtype float32'
+    )
     request = {
         'scripts': [[fixed.split() + text.split(), world, prompts] for _, text, world, prompts in cases.SCRIPTS],
         'transformers_rates': [],

@@ -55,10 +55,16 @@ def test_all_the_kinds_of_example_are_there():
 
 def test_the_server_example_has_both_commands():
     _, script = plan_of(EXAMPLES / 'dense_server.sh')
-    assert script.servers == ['swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_data_parallel_size 2 --vllm_max_model_len 4096 --port 8000']
+    assert script.servers == [
+        'swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_data_parallel_size 2 --vllm_max_model_len 4096 --port 8000'
+    ]
 
 
 def test_the_script_after_is_the_script_before_with_one_argument_more():
     before = scripts.read_script((EXAMPLES / 'from_deepspeed_before.sh').read_text(encoding='utf-8'), {})
     after = scripts.read_script((EXAMPLES / 'from_deepspeed_after.sh').read_text(encoding='utf-8'), {})
-    assert scripts.read_script(scripts.write_script(before), {}).found[0].argv == after.found[0].argv == ['--backend', 'megatron', *before.found[0].argv]
+    assert (
+        scripts.read_script(scripts.write_script(before), {}).found[0].argv
+        == after.found[0].argv
+        == ['--backend', 'megatron', *before.found[0].argv]
+    )

@@ -36,7 +36,20 @@ def test_the_worker_has_the_own_fields_with_their_defaults_and_no_others(upstrea
 def test_ten_scripts_have_the_same_effective_numbers_in_both_worlds(index, upstream, workplace):
     _, text, world_size, prompts = cases.SCRIPTS[index]
     write_prompts(workplace / 'data.jsonl', prompts)
-    argv = '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --batch_check exact'.split()
+    argv = [
+        '--rlhf_type',
+        'grpo',
+        '--backend',
+        'megatron',
+        '--model',
+        'tiny',
+        '--dataset',
+        'data.jsonl',
+        '--reward_funcs',
+        'accuracy',
+        '--batch_check',
+        'exact',
+    ]
     plan = resolve(argv + text.split(), {'NPROC_PER_NODE': str(world_size)})
     assert plan.errors == []
     expected = upstream['scripts'][index]

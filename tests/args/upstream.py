@@ -1,7 +1,7 @@
 """What ms-swift, transformers and Megatron-Core themselves say, asked once in a process of its own.
 
-Run as a program: reads a JSON request from standard input and writes a JSON answer to the file named in its first argument. The imports take
-many seconds and change their process, so the tests ask for everything at once.
+Run as a program: reads a JSON request from standard input and writes a JSON answer to the file named in its first argument. The imports
+take many seconds and change their process, so the tests ask for everything at once.
 """
 
 import dataclasses

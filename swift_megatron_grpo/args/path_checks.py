@@ -1,0 +1,81 @@
+"""Local files and folders that a command names (import tier 0)."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from . import model_files
+from .schedule import dataset_path, looks_local
+from .translation import Translation
+
+
+def paths(t: Translation) -> None:
+    """Local files and folders that are named and are not there."""
+    for name in (
+        'model',
+        'ref_model',
+        'teacher_model',
+        'mcore_model',
+        'mcore_adapter',
+        'mcore_ref_model',
+        'mcore_ref_adapter',
+        'resume_from_checkpoint',
+        'replay_rollouts',
+    ):
+        path = t.effective(name)
+        if isinstance(path, str) and (
+            model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')
+        ):
+            _must_exist(t, name, path)
+    for name in ('adapters', 'ref_adapters', 'reward_model', 'external_plugins', 'dataset', 'val_dataset', 'custom_dataset_info'):
+        for entry in t.effective(name) or []:
+            path = dataset_path(entry)[0] if name.endswith('dataset') else entry
+            if name.endswith('dataset'):
+                local = looks_local(path) or _misspells_a_file(path)
+            else:
+                local = model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info')
+            if local:
+                _must_exist(t, name, path)
+    model = t.effective('model')
+    if (
+        isinstance(model, str)
+        and os.path.isdir(os.path.expanduser(model))
+        and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json'))
+    ):
+        t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
+    resume = t.effective('resume_from_checkpoint')
+    if (
+        isinstance(resume, str)
+        and os.path.isfile(os.path.join(resume, 'trainer_state.json'))
+        and not any(entry.startswith(('iter_', 'latest_checkpointed')) for entry in os.listdir(resume))
+    ):
+        t.errors.append(
+            f'--resume_from_checkpoint {resume} was written by the transformers trainer; its optimizer state has no Megatron '
+            f'form. Start from its '
+            f'weights instead: {"--model" if t.effective("tuner_type") == "full" else "--adapters"} {resume}.'
+        )
+
+
+def _misspells_a_file(path: str) -> bool:
+    """Whether a name without a slash, which no hub has, is close to a file in this folder."""
+    if '/' in path or '.' not in path or os.path.exists(path):
+        return False
+    return bool(difflib.get_close_matches(path, os.listdir('.'), n=1, cutoff=0.8))
+
+
+def _must_exist(t: Translation, name: str, path: str) -> None:
+    full = os.path.expanduser(path)
+    if os.path.exists(full):
+        return
+    folder = os.path.dirname(full) or '.'
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(os.path.basename(full), there, n=1, cutoff=0.6)
+    near = (
+        f' There is {os.path.join(os.path.dirname(path), close[0])}.'
+        if close
+        else ''
+        if there
+        else f' The folder {folder} does not exist either.'
+    )
+    t.errors.append(f'--{name} {path} does not exist.{near}')

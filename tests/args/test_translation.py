@@ -1,0 +1,373 @@
+"""What becomes of single arguments, of contradictions and of names that do not exist."""
+
+import pytest
+
+from swift_megatron_grpo.args import resolve
+
+BASE = (
+    '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --num_generations 8 --batch_check exact'
+)
+
+
+def plan_of(text, world_size=8, base=BASE):
+    return resolve(base.split() + (text if isinstance(text, list) else text.split()), {'NPROC_PER_NODE': str(world_size)})
+
+
+def values_of(plan):
+    """The worker's command line as a dictionary of words."""
+    result, name = {}, None
+    for word in plan.worker_argv:
+        if word.startswith('--'):
+            name = word[2:]
+            result[name] = []
+        else:
+            result[name].append(word)
+    return {key: words[0] if len(words) == 1 else words for key, words in result.items()}
+
+
+def action_of(plan, given_as):
+    return next(row for row in plan.arguments if row.given_as == f'--{given_as}')
+
+
+def test_a_command_without_backend_is_left_alone(workplace):
+    plan = resolve(['--rlhf_type', 'grpo', '--model', 'tiny', '--nonsense', '3'], {})
+    assert (plan.is_megatron, plan.errors, plan.worker_argv, plan.arguments) == (False, [], [], [])
+
+
+def test_megatron_grpo_is_the_same_as_backend_megatron(workplace):
+    plan = plan_of('', base=BASE.replace('grpo --backend megatron', 'megatron_grpo'))
+    assert plan.is_megatron
+    assert plan.errors == []
+    assert values_of(plan)['rlhf_type'] == 'grpo'
+
+
+def test_other_training_types_are_refused_by_name(workplace):
+    plan = plan_of('', base=BASE.replace('grpo', 'dpo', 1))
+    assert any('--rlhf_type dpo' in error and 'megatron rlhf --rlhf_type dpo' in error for error in plan.errors)
+
+
+def test_a_script_without_tuner_rate_or_epochs_keeps_the_meaning_of_swift_rlhf(workplace):
+    plan = plan_of('')
+    values = values_of(plan)
+    assert plan.errors == []
+    assert values['tuner_type'] == 'lora'
+    assert values['lr'] == '0.0001'
+    assert values['num_train_epochs'] == '3.0'
+    assert values['beta'] == '0.04'
+    assert values['lr_scheduler_type'] == 'cosine'
+    assert values['use_vllm'] == 'false'
+    assert values['output_dir'] == 'output/tiny'
+    assert (values['recompute_granularity'], values['recompute_method'], values['recompute_num_layers']) == ('full', 'uniform', '1')
+    assert values_of(plan_of('--tuner_type full'))['lr'] == '1e-05'
+
+
+def test_c17_the_effective_numbers_of_a_usual_script(workplace):
+    text = (
+        '--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --learning_rate 1e-6 --warmup_ratio 0.1 '
+        '--lr_scheduler_type cosine '
+        '--max_grad_norm 0.5 --max_steps 3'
+    )
+    plan = plan_of(text, world_size=1)
+    values = values_of(plan)
+    assert plan.errors == []
+    assert (values['lr'], values['clip_grad'], values['train_iters'], values['tuner_type']) == ('1e-06', '0.5', '3', 'lora')
+    assert (values['micro_batch_size'], values['global_batch_size'], values['steps_per_generation']) == ('2', '8', '1')
+    assert plan.schedule.optimizer_steps == 3
+    assert plan.schedule.learning_rate['warmup_steps'] == 1
+    # warm-up 1 of 3: step 0 at 0, step 1 at the peak, step 2 half-way down
+    assert plan.schedule.learning_rate['step_0'] == 0.0
+    assert plan.schedule.learning_rate['step_1'] == 1e-6
+    assert plan.schedule.learning_rate['step_last'] == pytest.approx(0.5e-6, abs=1e-18)
+
+
+@pytest.mark.parametrize(
+    ('typed', 'meant'),
+    [
+        ('learnin_rate', 'learning_rate'),
+        ('learning_rat', 'learning_rate'),
+        ('num_generation', 'num_generations'),
+        ('warm_up_ratio', 'warmup_ratio'),
+        ('tp', 'tensor_model_parallel_size'),
+        ('pp', 'pipeline_model_parallel_size'),
+        ('cp', 'context_parallel_size'),
+        ('ep', 'expert_model_parallel_size'),
+        ('etp', 'expert_tensor_parallel_size'),
+        ('vpp', 'virtual_pipeline_model_parallel_size'),
+        ('train_type', 'tuner_type'),
+        ('save_interval', 'save_steps'),
+        ('num_workers', 'dataloader_num_workers'),
+        ('log_interval', 'logging_steps'),
+        ('load', 'mcore_model'),
+    ],
+)
+def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed, meant, workplace):
+    plan = plan_of(f'--{typed} 2 --ignore_args_error true')
+    assert len(plan.errors) == 1
+    assert f'--{typed} 2' in plan.errors[0]
+    assert f'did you mean --{meant}' in plan.errors[0]
+
+
+@pytest.mark.parametrize(
+    ('text', 'name', 'value', 'action'),
+    [
+        ('--learning_rate 1e-6', 'lr', '1e-06', 'renamed'),
+        ('--max_steps 7', 'train_iters', '7', 'renamed'),
+        ('--max_grad_norm 0.3', 'clip_grad', '0.3', 'renamed'),
+        ('--adam_epsilon 1e-6', 'adam_eps', '1e-06', 'renamed'),
+        ('--optim adamw_torch', 'optimizer', 'adam', 'converted'),
+        ('--optim sgd', 'sgd_momentum', '0.0', 'converted'),
+        ('--optim muon', 'optimizer', 'muon', 'converted'),
+        ('--gradient_checkpointing false', 'recompute_granularity', 'none', 'converted'),
+        ('--save_only_model true', 'no_save_rng', 'true', 'converted'),
+        ('--router_aux_loss_coef 0.001', 'moe_aux_loss_coeff', '0.001', 'renamed'),
+        ('--logging_dir runs', 'tensorboard_dir', 'runs', 'renamed'),
+        ('--attn_impl flash_attention_3', 'attention_backend', 'flash_3', 'converted'),
+        ('--attn_impl eager', 'padding_free', 'false', 'converted'),
+        ('--sequence_parallel_size 2', 'context_parallel_size', '2', 'renamed'),
+        ('--max_new_tokens 99', 'max_completion_length', '99', 'renamed'),
+        ('--packing true', 'padding_free', 'true', 'converted'),
+        ('--padding_free false', 'padding_free', 'false', 'kept'),
+        ('--target_modules q_proj k_proj v_proj o_proj', 'target_modules', ['linear_qkv', 'linear_proj'], 'converted'),
+        ('--modules_to_save embed_tokens lm_head', 'modules_to_save', ['word_embeddings', 'output_layer'], 'converted'),
+        ('--freeze_parameters model.embed_tokens', 'freeze_parameters', 'embedding.word_embeddings', 'converted'),
+        ('--save_total_limit 1', 'save_total_limit', '2', 'converted'),
+        ('--max_steps 40 --save_steps 0.26', 'save_steps', '11', 'converted'),
+        ('--report_to none', 'report_to', 'none', 'kept'),
+        ('--no_dataset_shuffle', 'dataset_shuffle', 'false', 'kept'),
+        ('--dataset-num-proc 3', 'dataset_num_proc', '3', 'kept'),
+        ('--beta=0', 'beta', '0.0', 'kept'),
+        ('--bf16', 'bf16', 'true', 'kept'),
+        ('--stop_words a b', 'stop_words', ['a', 'b'], 'kept'),
+    ],
+)
+def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, action, workplace):
+    plan = plan_of(text)
+    assert plan.errors == []
+    assert values_of(plan)[name] == value
+    given = next(word for word in reversed(text.split()) if word.startswith('--')).lstrip('-').partition('=')[0]
+    assert action_of(plan, given).action == action
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '--deepspeed zero3',
+        '--ddp_find_unused_parameters true',
+        '--move_model_batches 8',
+        '--ds3_gather_for_generation false',
+        '--fsdp fsdp2',
+    ],
+)
+def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workplace):
+    plan = plan_of(text)
+    assert plan.errors == []
+    row = action_of(plan, text.split()[0].lstrip('-'))
+    assert row.action == 'no_effect'
+    assert row.reason
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--quant_bits 4', 'no QLoRA'),
+        ('--quant_method bnb', 'no QLoRA'),
+        ('--chord_sft_dataset x', 'CHORD'),
+        ('--advantage_reweight rlsd', 'RLSD'),
+        ('--sdar_loss_coef 0.1', 'SDAR'),
+        ('--use_galore true', 'GaLore'),
+        ('--lisa_activated_layers 2', 'LISA'),
+        ('--tuner_type llamapro', 'adds layers'),
+        ('--tuner_type adalora', 'rank changes'),
+        ('--tuner_type vera', 'LoRA only'),
+        ('--tuner_type reft', 'hidden states'),
+        ('--use_dora true', 'no DoRA'),
+        ('--optim adafactor', 'adamw_torch'),
+        ('--tuner_backend unsloth', 'unsloth'),
+        ('--callbacks early_stop', 'transformers trainer'),
+        ('--use_megatron_fsdp true', 'distributed optimizer'),
+        ('--lr_scheduler_type reduce_lr_on_plateau', 'evaluation metric'),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_with_the_reason(text, words, workplace):
+    plan = plan_of(text)
+    assert len(plan.errors) == 1, plan.errors
+    assert text.split()[0] in plan.errors[0]
+    assert words in plan.errors[0]
+
+
+@pytest.mark.parametrize(
+    'text', ['--use_galore false', '--neftune_noise_alpha 0', '--tuner_backend peft', '--push_to_hub false', '--use_dora false']
+)
+def test_a_refused_argument_that_asks_for_nothing_is_no_error(text, workplace):
+    plan = plan_of(text)
+    assert plan.errors == []
+    assert action_of(plan, text.split()[0].lstrip('-')).action in ('no_effect', 'kept')
+
+
+@pytest.mark.parametrize(
+    ('text', 'shown'),
+    [
+        ('--learning_rate 1e-6 --lr 1e-5', ('1e-06', '1e-05')),
+        ('--max_steps 3 --train_iters 4', ('3', '4')),
+        ('--per_device_train_batch_size 2 --micro_batch_size 4', ('2', '4')),
+        ('--sequence_parallel_size 2 --context_parallel_size 4', ('2', '4')),
+        ('--max_grad_norm 0.5 --clip_grad 1.0', ('0.5', '1.0')),
+        ('--warmup_ratio 0.1 --lr_warmup_fraction 0.2', ('0.1', '0.2')),
+        ('--gradient_checkpointing false --recompute_granularity full', ('false', 'full')),
+    ],
+)
+def test_two_names_of_one_setting_that_differ_are_refused_and_both_shown(text, shown, workplace):
+    plan = plan_of(text)
+    assert len(plan.errors) == 1, plan.errors
+    assert all(word in plan.errors[0] for word in shown)
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['--learning_rate 1e-6 --lr 1e-6', '--max_steps 3 --train_iters 3', '--warmup_ratio 0.1 --lr_warmup_fraction 0.1', '--max_steps -1'],
+)
+def test_two_names_of_one_setting_that_agree_are_fine(text, workplace):
+    assert plan_of(text).errors == []
+
+
+def test_megatrons_own_names_are_taken_as_they_are(workplace):
+    plan = plan_of(
+        '--micro_batch_size 1 --global_batch_size 32 --lr 1e-6 --train_iters 10 --min_lr 1e-7 --lr_warmup_fraction 0.1 --clip_grad 0.5'
+    )
+    values = values_of(plan)
+    assert plan.errors == []
+    assert (values['min_lr'], values['lr_warmup_fraction'], values['train_iters']) == ('1e-07', '0.1', '10')
+    assert 'lr_scheduler_type' not in values
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--vllm_mode colocate --vllm_server_host 10.0.0.1', 'the engine is here or there'),
+        ('--vllm_mode server', '--vllm_server_host'),
+        ('--use_vllm true', '--vllm_mode'),
+        ('--use_vllm false --vllm_mode colocate', '--use_vllm false'),
+        ('--vllm_mode colocate --vllm_tensor_parallel_size 3', 'nearest valid values are 2 or 4'),
+        ('--num_generations 7', 'num_generations'),
+        ('--async_generate true', '--vllm_mode server'),
+        ('--vllm_mode server --vllm_server_host a --async_generate true', '--rollout_importance_sampling_mode'),
+        ('--reward_weights 1 2', 'needs 1'),
+        ('--reward_funcs acuracy', 'Did you mean accuracy?'),
+        ('--reward_funcs soft_overlong', '--soft_cache_length'),
+        ('--truncation_strategy right', 'left or delete'),
+        ('--tuner_type lora --ref_model other/model', '--ref_adapters'),
+        ('--virtual_pipeline_model_parallel_size 2', '--pipeline_model_parallel_size 2'),
+        ('--decoder_first_pipeline_num_layers 1', 'there is one stage'),
+        ('--tensor_model_parallel_size 3', 'do not divide'),
+        ('--tensor_model_parallel_size 4', 'attention heads'),
+        ('--pipeline_model_parallel_size 4', 'layers'),
+        ('--expert_model_parallel_size 2', 'has no experts'),
+        ('--streaming true', '--max_steps'),
+        ('--dataset data.jsnol', 'does not exist'),
+        ('--dataset ./date.jsonl', 'There is ./data.jsonl'),
+        ('--model ./tinny', 'There is ./tiny'),
+        ('--external_plugins plug.py', 'does not exist'),
+        ('--resume_from_checkpoint nowhere', 'does not exist'),
+        ('--temperature 0', 'more than 0'),
+        ('--learning_rate -1', 'at least 0'),
+        ('--learning_rate fast', 'a number'),
+        ('--num_generations 2.5', 'a whole number'),
+        ('--scale_rewards grup', 'Did you mean group?'),
+        ('--vllm_mode colocated', 'Did you mean colocate?'),
+        ('--loss_type gpro', 'Did you mean grpo?'),
+        ('--lr_scheduler_type cosin', 'Did you mean cosine?'),
+        ('--lr_scheduler_type cosine_with_min_lr', 'min_lr'),
+        ('--warmup_steps 3 --warmup_ratio 0.1', 'Give one of them'),
+        ('--bf16 true --fp16 true', 'choose one'),
+        ('--save_steps 0.5', '--max_steps'),
+        ('--dual_clip 1', 'more than 1'),
+        ('--tuner_type full --vllm_mode colocate --vllm_enable_lora true', 'adapter'),
+        ('--vllm_mode colocate --vllm_max_model_len 400', 'leaves no room'),
+        ('--verify_weight_sync sometimes', 'first, off'),
+        ('--backend megatorn', 'megatron'),
+    ],
+)
+def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(text, words, workplace):
+    plan = plan_of(text)
+    assert plan.errors, 'an error was expected'
+    assert any(words in error for error in plan.errors), plan.errors
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 1 --per_device_train_batch_size 2',
+        '--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 1 --per_device_train_batch_size 2',
+        '--num_iterations 2',
+        '--sync_ref_model true --tuner_type full',
+        '--vllm_mode server --vllm_server_host a --async_generate true --rollout_importance_sampling_mode token_truncate',
+        '--reward_model some/model --reward_model_plugin genrm',
+        '--loss_type luspo',
+        '--loss_type my.module:loss',
+        '--dynamic_sample true --overlong_filter true',
+    ],
+)
+def test_what_upstream_refuses_and_this_trainer_has_is_accepted(text, workplace):
+    assert plan_of(text).errors == []
+
+
+def test_a_missing_model_data_set_and_reward_are_three_errors(workplace):
+    plan = resolve(['--rlhf_type', 'grpo', '--backend', 'megatron'], {})
+    assert [next(name for name in ('--model', '--dataset', '--reward_funcs') if name in error) for error in plan.errors if '--' in error][
+        :3
+    ] == [
+        '--model',
+        '--dataset',
+        '--reward_funcs',
+    ]
+
+
+def test_a_reward_of_a_plugin_is_read_from_its_source(workplace):
+    (workplace / 'plug.py').write_text("from swift.rewards import ORM, orms\norms['mine'] = ORM\n", encoding='utf-8')
+    assert plan_of('--external_plugins plug.py --reward_funcs mine').errors == []
+    plan = plan_of('--external_plugins plug.py --reward_funcs mien')
+    assert len(plan.errors) == 1
+    assert 'Did you mean mine?' in plan.errors[0]
+    (workplace / 'plug.py').write_text('from elsewhere import register\nregister()\n', encoding='utf-8')
+    assert plan_of('--external_plugins plug.py --reward_funcs mien').errors == [], 'what the text does not tell is left to the worker'
+
+
+def test_a_resumed_run_names_megatrons_checkpoint_arguments(workplace):
+    (workplace / 'checkpoint-5').mkdir()
+    values = values_of(plan_of('--resume_from_checkpoint checkpoint-5'))
+    assert (values['mcore_adapter'], values['finetune']) == ('checkpoint-5', 'false')
+    values = values_of(plan_of('--resume_from_checkpoint checkpoint-5 --tuner_type full --resume_only_model true'))
+    assert (values['mcore_model'], values['finetune'], values['no_load_optim']) == ('checkpoint-5', 'true', 'true')
+    (workplace / 'checkpoint-5' / 'trainer_state.json').write_text('{}', encoding='utf-8')
+    assert 'transformers trainer' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
+
+
+def test_evaluation_follows_saving_and_needs_data(workplace):
+    assert values_of(plan_of(''))['eval_strategy'] == 'no'
+    values = values_of(plan_of('--split_dataset_ratio 0.1 --save_steps 20'))
+    assert (values['eval_strategy'], values['eval_steps']) == ('steps', '20')
+    values = values_of(plan_of('--val_dataset data.jsonl --eval_strategy no'))
+    assert (values['eval_strategy'], values['eval_iters']) == ('no', '0')
+
+
+def test_every_value_of_the_worker_reads_back_as_it_was(workplace):
+    plan = plan_of(['--system', 'one "two" three', '--lr_scheduler_kwargs', '{"num_cycles": 0.5}', '--model_kwargs', '{"A": 1}'])
+    values = values_of(plan)
+    assert values['system'] == 'one "two" three'
+    assert values['lr_scheduler_kwargs'] == '{"num_cycles": 0.5}'
+    assert plan.worker_argv.count('--system') == 1
+
+
+def test_a_yaml_file_gives_the_same_plan_as_its_words(workplace):
+    (workplace / 'run.yaml').write_text(
+        'ENV:\n  NPROC_PER_NODE: 4\nrlhf_type: grpo\nbackend: megatron\nmodel: tiny\ndataset: [data.jsonl]\nreward_funcs: [accuracy]\n'
+        'learning_rate: 1.0e-6\nnum_generations: 4\nbatch_check: exact\nlr_scheduler_type: '
+        'cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-7}\n',
+        encoding='utf-8',
+    )
+    plan = resolve(['run.yaml', '--beta', '0'], {})
+    assert plan.errors == []
+    assert plan.batch_plan.world_size == 4
+    assert values_of(plan)['lr'] == '1e-06'
+    assert values_of(plan)['beta'] == '0.0'
+    assert resolve(['run.yaml'], {'NPROC_PER_NODE': '2'}).batch_plan.world_size == 2, 'the environment wins over ENV'
