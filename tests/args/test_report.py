@@ -156,7 +156,10 @@ def test_plan_reads_a_script_and_writes_it_back(workplace, capsys):
 def test_plan_reads_standard_input_and_yaml(workplace, capsys, monkeypatch):
     import io
 
-    monkeypatch.setattr('sys.stdin', io.StringIO('swift rlhf --rlhf_type grpo --model tiny --dataset data.jsonl --reward_funcs accuracy'))
+    monkeypatch.setattr(
+        'sys.stdin',
+        io.StringIO('swift rlhf --rlhf_type grpo --model tiny --dataset data.jsonl --reward_funcs accuracy --batch_check exact'),
+    )
     code, out, _ = run_cli(capsys, 'plan', '-', '--world_size', '8', '--json')
     assert json.loads(out)['batch_plan']['world_size'] == 8
     assert code == 0
