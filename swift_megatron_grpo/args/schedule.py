@@ -19,6 +19,7 @@ from . import lr as lr_schedule
 from .plan import BatchPlan, Schedule
 
 _EXACT_BYTES = 2**24
+_EMPTY_LINE = re.compile(rb'(?<=\n)\n')
 _LIMIT_BYTES = 2**30  # a larger file is not counted line by line: the dry run answers in under two seconds
 
 
@@ -63,7 +64,7 @@ def _count_lines(path: str) -> int:
             return sum(1 for line in file if line.strip())
         lines, last = 0, b'\n'
         while block := file.read(2**22):
-            lines += block.count(b'\n') - (last + block).count(b'\n\n')
+            lines += block.count(b'\n') - len(_EMPTY_LINE.findall(last + block))
             last = block[-1:]
         return lines + (last != b'\n')
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift_megatron_grpo.args import resolve
+from swift_megatron_grpo.args import resolve, schedule
 from swift_megatron_grpo.args.layout import rank_groups
 
 from .conftest import write_prompts
@@ -90,12 +90,19 @@ def test_rows_are_counted_as_ms_swift_takes_them(workplace):
 
 
 def test_steps_follow_from_generations_iterations_and_epochs(workplace):
-    schedule = plan_of(
+    planned = plan_of(
         '--micro_batch_size 1 --global_batch_size 16 --steps_per_generation 2 --num_iterations 3 --num_train_epochs 1.5', 4
     ).schedule
     # 32 completions, 4 prompts a generation: 25 generations an epoch, 6 steps each
-    assert (schedule.generations_per_epoch, schedule.optimizer_steps_per_epoch, schedule.optimizer_steps) == (25, 150, 225)
-    assert (schedule.generations, schedule.samples, schedule.samples_per_epoch) == (38, 1216, 800)
+    assert (planned.generations_per_epoch, planned.optimizer_steps_per_epoch, planned.optimizer_steps) == (25, 150, 225)
+    assert (planned.generations, planned.samples, planned.samples_per_epoch) == (38, 1216, 800)
     bounded = plan_of('--micro_batch_size 1 --global_batch_size 16 --max_steps 7 --num_train_epochs 9', 4)
     assert (bounded.schedule.optimizer_steps, bounded.schedule.generations) == (7, 7)
     assert any('max_steps 7 wins over num_train_epochs 9' in warning for warning in bounded.warnings)
+
+
+def test_a_large_file_is_counted_like_a_small_one(workplace, monkeypatch):
+    (workplace / 'rows.jsonl').write_text(('{"a": 1}\n' * 3 + '\n\n{"b": 2}\n\n') * 1000 + '{"c": 3}', encoding='utf-8')
+    assert schedule.count_rows('rows.jsonl') == 4001
+    monkeypatch.setattr(schedule, '_EXACT_BYTES', 0)
+    assert schedule.count_rows('rows.jsonl') == 4001
