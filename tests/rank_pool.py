@@ -269,6 +269,10 @@ def _clean() -> None:
         num_microbatches_calculator.unset_num_microbatches_calculator()
         random._CUDA_RNG_STATE_TRACKER = None
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if 'mcore_bridge.bridge.gpt_bridge' in sys.modules:
+        # mcore-bridge keeps the first process group that it made, for good: a second world in one process would talk in it.
+        bridge = sys.modules['mcore_bridge.bridge.gpt_bridge']
+        bridge.EP_PP_GROUP = bridge.EP_PP_RANK = bridge.EP_PP_SIZE = None
     if 'accelerate.state' in sys.modules:
         from accelerate.state import AcceleratorState, PartialState
         AcceleratorState._reset_state()

@@ -266,6 +266,42 @@ def integer_splits() -> None:
     torch.distributed.all_to_all_single = torch.distributed.distributed_c10d.all_to_all_single = all_to_all_single
 
 
+@patch(breaks_without='"invalid tensor size" from gloo with expert tensor parallelism: each rank of the group holds another number of tokens',
+       upstream='megatron/core/tensor_parallel/mappings.py: _gather_along_first_dim and _reduce_scatter_along_first_dim with split sizes',
+       versions='torch 2.13 (gloo)', can_go_when='gloo gathers and scatters lists of tensors of different sizes, as NCCL does')
+def uneven_lists() -> None:
+    c10d = torch.distributed.distributed_c10d
+    even_gather, even_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
+
+    def even(tensors: list[torch.Tensor]) -> bool:
+        return len({tensor.shape for tensor in tensors}) == 1
+
+    @functools.wraps(even_gather)
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or even(tensor_list):
+            return even_gather(tensor_list, tensor, group, async_op)
+        for index, (rank, out) in enumerate(zip(torch.distributed.get_process_group_ranks(group), tensor_list, strict=True)):
+            part = tensor.contiguous() if index == torch.distributed.get_rank(group) else torch.empty_like(out)
+            torch.distributed.broadcast(part, rank, group)
+            out.copy_(part)
+        return None
+
+    @functools.wraps(even_scatter)
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM, group: Any = None,
+                       async_op: bool = False) -> Any:
+        if async_op or even(input_list):
+            return even_scatter(output, input_list, op, group, async_op)
+        for index, (rank, part) in enumerate(zip(torch.distributed.get_process_group_ranks(group), input_list, strict=True)):
+            total = part.clone(memory_format=torch.contiguous_format)
+            torch.distributed.reduce(total, rank, op, group)
+            if index == torch.distributed.get_rank(group):
+                output.copy_(total)
+        return None
+
+    torch.distributed.all_gather = c10d.all_gather = all_gather
+    torch.distributed.reduce_scatter = c10d.reduce_scatter = reduce_scatter
+
+
 @patch(breaks_without='TorchScript and the inductor cannot read the wrapped factories, and want a C++ compiler',
        upstream='megatron/core/jit.py; swift/sequence_parallel/zigzag_ring_attn.py', versions=VERSIONS,
        can_go_when='the factories are no longer wrapped')
@@ -281,6 +317,7 @@ def apply() -> None:
     one_random_stream()
     cuda_type_names()
     integer_splits()
+    uneven_lists()
     no_compilation()
 
 

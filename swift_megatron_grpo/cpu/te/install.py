@@ -32,6 +32,23 @@ class SplitAlongDim(torch.autograd.Function):
         return torch.cat(grads, ctx.dim), None, None, None
 
 
+def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, rank: int) -> torch.Tensor:
+    """Positions in the packed buffer that context-parallel rank `rank` holds, int32, (total_tokens / cp_size,).
+
+    Of 2*cp_size equal chunks of each sequence it holds chunk rank and chunk 2*cp_size-1-rank. cu_seqlens counts padding. Example: one
+    sequence of 8 tokens, cp_size 2, rank 0 -> 0, 1, 6, 7.
+    """
+    bounds = cu_seqlens.tolist()
+    if bounds[-1] != total_tokens:
+        raise ValueError(f'cu_seqlens ends at {bounds[-1]}, the buffer has {total_tokens} tokens')
+    parts = []
+    for start, end in zip(bounds, bounds[1:]):
+        chunk = (end - start) // (2 * cp_size)
+        for index in (rank, 2 * cp_size - 1 - rank):
+            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, dtype=torch.int32))
+    return torch.cat(parts)
+
+
 def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> None:
     """The fused kernel, which has no stand-in: Megatron's own rotary code gives the same numbers."""
     raise NotImplementedError('CPU platform: no fused rotary embedding; set apply_rope_fusion false')
@@ -112,6 +129,8 @@ def transformer_engine() -> None:
     _module(f'{pytorch}.module', **layers)
     _module(f'{pytorch}.module.base', TransformerEngineBaseModule=base.EngineModule)
     _module(f'{pytorch}.ops', **{name: _unavailable(name) for name in fusible})
+    # The compiled half of Transformer Engine, of which Megatron calls one function on this way.
+    _module(f'{ROOT}_torch', thd_get_partitioned_indices=thd_get_partitioned_indices)
     # Kernels that Megatron imports by name and calls only when moe_router_fusion is on, which is refused.
     _module(f'{pytorch}.router', fused_compute_score_for_moe_aux_loss=None, fused_moe_aux_loss=None, fused_topk_with_score_function=None)
 
