@@ -1,0 +1,52 @@
+# Two commands need nothing but this: `make demo` and `make test`. Each makes .venv when it is not there and reuses it when it is.
+VENV ?= .venv
+PYTHON ?=
+PY := $(VENV)/bin/python
+ENGINE ?= vllm
+SEED ?= 0
+PYTEST_ARGS ?=
+
+# One thread a rank: two ranks on two cores otherwise take turns. Nothing here talks to a model hub.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export USE_HF ?= 1
+export MODELSCOPE_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help env demo test test-quick lint format clean
+
+help:
+	@echo 'make demo        learn two-digit sums with GRPO on two CPU processes (ENGINE=vllm|transformers, SEED=0)'
+	@echo 'make test        the whole test suite'
+	@echo 'make test-quick  light tests, a few minutes'
+	@echo 'make lint        ruff and mypy'
+	@echo 'make env         only make $(VENV) (PYTHON=python3.11 to choose the interpreter)'
+	@echo 'make clean       remove outputs and caches; make clean-env removes $(VENV) too'
+
+env:
+	@requirements/install.sh '$(VENV)' '$(PYTHON)'
+
+demo: env
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m demo --engine $(ENGINE) --seed $(SEED)
+
+test: env
+	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+test-quick: env
+	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
+
+lint: env
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: env
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf build dist *.egg-info demo_output output megatron_output .pytest_cache .mypy_cache .ruff_cache
+	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+.PHONY: clean-env
+clean-env: clean
+	rm -rf '$(VENV)'

@@ -1,0 +1,134 @@
+"""From a command line to worker processes: the one place where a checked plan becomes a run (import tier 0: standard library only).
+
+* `run_command`: the process that the user started. Checks once, prints each problem once, answers a dry run, starts the workers.
+* `become_worker`: a process that somebody else's torchrun (or ms-swift's own command) started for this rank. Checks, prints on rank 0
+  only, and replaces itself by the worker.
+* `run_from_program`: `rlhf_main([...])` called by a user's own program. Checks, raises, runs the worker beside it.
+"""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from swift_megatron_grpo.errors import RunError, UserError
+from swift_megatron_grpo.hooks import command_line, launch
+
+WORKER = Path(__file__).with_name('worker.py')
+EXIT_USER_ERROR = 2
+SILENT_RANK_GRACE_S = 5.0
+"""A rank that does not print waits this long before it exits, so that the launcher does not end rank 0 in the middle of its message."""
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run `swift rlhf <argv>` on Megatron from the user's own process. Returns the exit code: 0 worked, 2 wrong input, else the workers'."""
+    try:
+        arguments, environ = _expand(argv)
+        plan = _resolve(arguments, environ)
+    except UserError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return EXIT_USER_ERROR
+    if plan.dry_run:
+        return _answer_dry_run(plan)
+    _print_problems(plan)
+    if plan.errors:
+        return EXIT_USER_ERROR
+    command = worker_command(plan.worker_argv, environ)
+    print(f'run sh: `{shlex.join(command)}`', flush=True)
+    return launch.run(command, environ)
+
+
+def become_worker(argv: Sequence[str]) -> None:
+    """Replace this process by the worker of its rank, or exit with code 2 (0 after a dry run). Does not return.
+
+    All ranks come to the same verdict since it follows from the command line and the environment that they share; rank 0 prints it.
+    """
+    rank = int(os.environ.get('RANK', '0'))
+    try:
+        arguments, environ = _expand(argv)
+        plan = _resolve(arguments, environ)
+        problem = None
+    except UserError as error:
+        plan, problem = None, error
+    if plan is not None and not plan.errors and not plan.dry_run:
+        if rank == 0:
+            _print_problems(plan)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, '-u', str(WORKER), *plan.worker_argv], environ)
+    if rank != 0:
+        time.sleep(SILENT_RANK_GRACE_S)
+        sys.exit(EXIT_USER_ERROR if plan is None or plan.errors else 0)
+    if plan is None:
+        print(f'error: {problem}', file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    if plan.dry_run:
+        sys.exit(_answer_dry_run(plan))
+    _print_problems(plan)
+    sys.exit(EXIT_USER_ERROR)
+
+
+def run_from_program(argv: Sequence[str]) -> None:
+    """Train for a program that called ms-swift's `rlhf_main(argv)`; the worker runs beside it with the same environment (also under
+    torchrun). Raises UserError for wrong input and RunError when the worker fails.
+    """
+    arguments, environ = _expand(argv)
+    plan = _resolve(arguments, environ)
+    if plan.dry_run:
+        if _answer_dry_run(plan):
+            raise UserError('\n'.join(plan.errors))
+        return
+    if plan.errors:
+        raise UserError('\n'.join(plan.errors))
+    _print_problems(plan)
+    code = launch.run([sys.executable, '-u', str(WORKER), *plan.worker_argv], environ)
+    if code:
+        raise RunError(f'the training process ended with exit code {code}; its own message is above')
+
+
+def is_worker_process() -> bool:
+    """Whether this process is a worker, or one that a worker spawned with its own command line (data loaders, engines)."""
+    return bool(sys.argv) and Path(sys.argv[0]) == WORKER
+
+
+def worker_command(worker_argv: Sequence[str], environ: dict[str, str]) -> list[str]:
+    """The command that starts the workers: under torchrun when NPROC_PER_NODE or NNODES is set, as ms-swift has it, else one process."""
+    torchrun = launch.torchrun_arguments(environ)
+    if torchrun is None:
+        return [sys.executable, '-u', str(WORKER), *worker_argv]
+    return [sys.executable, '-u', str(launch.TORCHRUN), *torchrun, str(WORKER), *worker_argv]
+
+
+def _expand(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    arguments, added = command_line.expand_config(argv, os.environ)
+    return arguments, {**os.environ, **added}
+
+
+def _resolve(arguments: list[str], environ: dict[str, str]):
+    backend = command_line.asked_backend(arguments)
+    if backend != 'megatron':
+        raise UserError(
+            f"--backend {backend!r} is not known: 'megatron' trains on Megatron-Core, 'transformers' (or no --backend) is ms-swift's own"
+            ' trainer; nothing was started'
+        )
+    from swift_megatron_grpo.args import resolve
+
+    return resolve(arguments, environ)
+
+
+def _answer_dry_run(plan) -> int:
+    from swift_megatron_grpo.args import report
+
+    text = report.render_json(plan) if plan.dry_run == 'json' else report.render_text(plan)
+    print(text, flush=True)
+    return EXIT_USER_ERROR if plan.errors else 0
+
+
+def _print_problems(plan) -> None:
+    for warning in plan.warnings:
+        print(f'warning: {warning}', file=sys.stderr)
+    for error in plan.errors:
+        print(f'error: {error}', file=sys.stderr)
+    sys.stderr.flush()

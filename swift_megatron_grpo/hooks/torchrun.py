@@ -1,0 +1,34 @@
+"""Torchrun with the same arguments, whose exit code is the failed worker's and whose last words are the worker's own.
+
+Torchrun ends with code 1 and a page about itself when a worker exits with an error; the worker has said already what is wrong, on one
+rank. Set TORCHELASTIC_LOG=1 to get that page back. Runs as a file: `python torchrun.py --nproc_per_node 2 worker.py ...`.
+"""
+
+import logging
+import os
+import sys
+
+
+def main() -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    verbose = os.environ.get('TORCHELASTIC_LOG') == '1'
+    if not verbose:
+        logging.getLogger('torch.distributed').setLevel(logging.CRITICAL)
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        if verbose:
+            raise
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f'error: rank {rank} was ended by signal {-failure.exitcode} ({failure.signal_name()})', file=sys.stderr)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as error:
+        sys.exit(128 + int(error.sigval))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,55 @@
+"""The worker process of one rank: `python worker.py <translated arguments>`, alone or under torchrun.
+
+The CPU platform, where it is needed, comes before anything that imports Megatron. Errors end here: a UserError is one message on rank 0
+and exit code 2, a RunError one message on the rank that raised it and exit code 1, anything else its traceback and exit code 1. The
+process then ends at once: a peer that waits in a collective is ended by the launcher, and nothing here waits for it.
+"""
+
+import os
+import sys
+import time
+import traceback
+
+
+def main() -> None:
+    from swift_megatron_grpo import cpu
+    from swift_megatron_grpo.errors import RunError, UserError
+    from swift_megatron_grpo.hooks.launch import leave
+
+    rank = int(os.environ.get('RANK', '0'))
+    try:
+        if cpu.is_needed():
+            cpu.activate()
+        from swift_megatron_grpo.pipeline import main as train
+
+        train()
+    except UserError as error:
+        _say_once(rank, f'error: {error}')
+        leave(2)
+    except RunError as error:
+        print(f'error: rank {rank}: {error}', file=sys.stderr, flush=True)
+        leave(1)
+    except KeyboardInterrupt:
+        leave(130)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def _say_once(rank: int, text: str) -> None:
+    """Rank 0 prints. The others wait a moment, so that the launcher does not end rank 0 before it has."""
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        from swift_megatron_grpo.hooks.doors import SILENT_RANK_GRACE_S
+
+        time.sleep(SILENT_RANK_GRACE_S)
+
+
+if __name__ == '__main__':
+    # The folder of this file is sys.path[0] here and holds modules named like others' (torchrun.py): take it away.
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+        del sys.path[0]
+    main()

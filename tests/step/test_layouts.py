@@ -1,0 +1,66 @@
+"""The same gradient in every layout: loss, gradient norm and every weight after two optimizer steps equal the one-process run."""
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.step.training import Outcome, arguments, train, write_rollouts
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope='module')
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp('rollouts'), generations=2, prompts=2, num_generations=4)
+
+
+@pytest.fixture(scope='module')
+def run(ranks: Any, rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    work = tmp_path_factory.mktemp('layouts')
+    known: dict[str, Outcome] = {}
+
+    def run_layout(model: Path, world_size: int = 1, **changes: Any) -> Outcome:
+        key = f'{model} {world_size} {sorted(changes.items())}'
+        if key not in known:
+            known[key] = ranks.run(train, arguments(work, model, rollouts, **changes), world_size=world_size, deadline=300.)[-1]
+        return known[key]
+
+    return run_layout
+
+
+def assert_same(got: Outcome, expected: Outcome) -> None:
+    for name in ('loss', 'grad_norm', 'learning_rate'):
+        for step, (a, b) in enumerate(zip(got.column(name), expected.column(name), strict=True)):
+            assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE), f'{name} of step {step}'
+    assert got.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        difference = float((got.weights[name] - weight).abs().max() / weight.abs().max())
+        assert difference < TOLERANCE, f'{name}: {difference:.1e}'
+
+
+DENSE = {
+    'tp2': (2, {'tensor_model_parallel_size': 2}),
+    'tp2-sp': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
+    'pp2': (2, {'pipeline_model_parallel_size': 2}),
+    'cp2': (2, {'context_parallel_size': 2}),
+    'dp2': (2, {'micro_batch_size': 2}),
+    'vpp2-pp2': (2, {'pipeline_model_parallel_size': 2, 'virtual_pipeline_model_parallel_size': 2}),
+    'tp2-pp2': (4, {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2}),
+    'tp2-cp2': (4, {'tensor_model_parallel_size': 2, 'context_parallel_size': 2}),
+    'tp2-sp-cp2': (4, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true', 'context_parallel_size': 2}),
+    'pp2-dp2': (4, {'pipeline_model_parallel_size': 2, 'micro_batch_size': 2}),
+    'cp2-dp2': (4, {'context_parallel_size': 2, 'micro_batch_size': 2}),
+    'micro1': (1, {'micro_batch_size': 1}),
+    'unpacked': (1, {'padding_free': 'false'}),
+    'budget': (1, {'max_tokens_per_micro_batch': 100}),
+}
+
+
+@pytest.mark.parametrize('layout', DENSE)
+def test_a_dense_model_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
+    model = tiny_model('qwen3')
+    world_size, changes = DENSE[layout]
+    expected = run(model)
+    assert len(expected.logs) == 2 and expected.column('grad_norm')[0] > 0.1
+    assert_same(run(model, world_size, **changes), expected)
