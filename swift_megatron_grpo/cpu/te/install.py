@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cpu.patches import patch
+from swift_megatron_grpo.cpu.patches import PLATFORM
 from swift_megatron_grpo.cpu.te import attention, base, grouped, linear, norm, optimizer, rng
+from swift_megatron_grpo.passport import Passport
 
 VERSION = '2.8.0'  # what decides in megatron-core which arguments are passed; the interfaces here are those of that release
 ROOT = 'transformer_engine'
@@ -99,9 +100,14 @@ def _module(name: str, **members: Any) -> None:
         setattr(sys.modules[parent], leaf, module)
 
 
-@patch(breaks_without='ModuleNotFoundError: mcore_bridge imports transformer_engine unconditionally, and builds on its layers',
-       upstream='mcore_bridge/model/register.py; megatron/core/extensions/transformer_engine.py',
-       versions='megatron-core 0.16.1; mcore-bridge 1.6.5', can_go_when='mcore-bridge builds on megatron-core\'s local layer specification')
+@PLATFORM.patch(Passport(
+    name='transformer-engine',
+    target='sys:modules',
+    breaks='ModuleNotFoundError: mcore_bridge imports transformer_engine unconditionally, and builds on its layers',
+    reference='mcore_bridge/model/register.py; megatron/core/extensions/transformer_engine.py',
+    versions='megatron-core 0.16.1; mcore-bridge 1.6.5',
+    remove_when="mcore-bridge builds on megatron-core's local layer specification",
+))
 def transformer_engine() -> None:
     recipes = ('Recipe', 'DelayedScaling', 'Float8CurrentScaling', 'Float8BlockScaling', 'MXFP8BlockScaling', 'NVFP4BlockScaling',
                'CustomRecipe')
@@ -137,4 +143,4 @@ def transformer_engine() -> None:
 
 def apply() -> None:
     """Apply the patch of this module, once."""
-    transformer_engine()
+    PLATFORM.apply('transformer-engine')
