@@ -1,0 +1,71 @@
+"""The CPU platform: Megatron-Core, ms-swift's Megatron side and vLLM on a machine without an accelerator (import tier 0 until activated).
+
+`activate()` stands in for Transformer Engine, sends every CUDA device to the CPU, and mends what remains. Its changes reach every
+library of the process, so it belongs in worker processes, as their first statement, before megatron, mcore_bridge or swift.megatron are
+imported. It proves parallel logic, arithmetic and orchestration; kernels, NCCL, streams, overlap, sleep mode and FP8 it cannot show.
+"""
+import importlib.util
+import logging
+import os
+import sys
+
+from swift_megatron_grpo.cpu.limits import refuse_unsupported
+
+__all__ = ['activate', 'is_active', 'is_needed', 'refuse_unsupported']
+
+logger = logging.getLogger(__name__)
+
+# Each is a default: what the user has set stays. The reasons stand beside them.
+ENVIRONMENT = {
+    'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # Megatron asserts it with tensor parallel, also where it can have no effect
+    'TORCHDYNAMO_DISABLE': '1',  # torch.compile meets wrapped factories, and would want a C++ compiler
+    'VLLM_CPU_KVCACHE_SPACE': '1',  # GiB; the engine's own default is a large share of the memory that the trainer needs too
+    'VLLM_ENABLE_V1_MULTIPROCESSING': '0',  # the engine in this process: a colocated one reads the trainer's tensors
+    'VLLM_PLUGINS': 'swift_megatron_grpo_cpu',  # ms-swift's own vLLM plugin stops an engine where torchvision lacks
+}
+
+_state: dict[str, bool] = {}
+
+
+def _has_accelerator() -> bool:
+    import torch
+    if torch.cuda.is_available():
+        return True
+    # Megatron-Core has no path for Apple's GPU, so that such a laptop takes the CPU platform.
+    return torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != 'mps'
+
+
+def is_active() -> bool:
+    """Whether `activate()` has switched the platform on in this process. Any process; no communication."""
+    return _state.get('active', False)
+
+
+def is_needed() -> bool:
+    """Whether this machine has neither an accelerator nor Transformer Engine. Any process; imports torch, changes nothing."""
+    if is_active():
+        return True
+    return importlib.util.find_spec('transformer_engine') is None and not _has_accelerator()
+
+
+def activate() -> bool:
+    """Switch the CPU platform on where it is needed; returns whether it is on. Idempotent; each worker process calls it first.
+
+    Raises RuntimeError when Megatron-Core is already imported: its modules would have kept what is replaced here.
+    """
+    if is_active():
+        return True
+    if not is_needed():
+        return False
+    early = [name for name in ('megatron.core', 'mcore_bridge', 'transformer_engine') if name in sys.modules]
+    if early:
+        raise RuntimeError(f'the CPU platform must be activated before {early[0]} is imported (first statement of a worker process)')
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from swift_megatron_grpo.cpu import device, libraries
+    from swift_megatron_grpo.cpu.te import install
+    device.apply()
+    libraries.apply()
+    install.apply()
+    _state['active'] = True
+    logger.warning('CPU platform: no accelerator and no Transformer Engine here; Megatron-Core runs on %s', device.describe())
+    return True

@@ -1,0 +1,118 @@
+"""Complete checkpoints or none, and where a run stands (import tier 2).
+
+A checkpoint is written into a folder beside its place and moved there by one rename when everything is on disk: a folder `checkpoint-N` is
+whole. It holds Megatron's state (weights, optimizer, random states; what `--resume_from_checkpoint` reads), Hugging Face safetensors or a
+PEFT adapter (what transformers and vLLM read), args.json, and trainer_state.json. LoRA runs with merge_lora also get `checkpoint-N-merged`.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import torch.distributed as dist
+from dataclasses import asdict, dataclass
+from swift.megatron.utils import save_mcore_checkpoint
+from swift.utils import gc_collect, is_master, update_last_checkpoint_symlink
+from typing import Any
+
+from .errors import UserError
+from .sync import merged_for_export
+
+STATE_FILE = 'trainer_state.json'
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Where a run stands; together with the seed it decides everything that follows.
+
+    Example: 4 optimizer steps a generation, stopped after 6: generation = 1, updates_in_generation = 2.
+    """
+    iteration: int = 0  # optimizer steps done
+    generation: int = 0  # the generation that the next optimizer step trains on
+    updates_in_generation: int = 0  # optimizer steps of it that are done
+    policy_version: int = 0
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    num_prompts_per_generation: int = 0
+    seed: int = 0
+
+
+def read_progress(folder: str) -> Progress:
+    path = os.path.join(folder, STATE_FILE)
+    if not os.path.exists(path):
+        raise UserError(f'{folder} has no {STATE_FILE}: it was not written by this trainer, so the order of prompts cannot be continued. '
+                        'To take its weights only, give --resume_only_model true.')
+    with open(path, encoding='utf-8') as file:
+        return Progress(**json.load(file))
+
+
+def write_json(path: str, value: Any) -> None:
+    """Never half a file: written beside and renamed."""
+    with open(path + '.part', 'w', encoding='utf-8') as file:
+        json.dump(value, file, indent=1)
+    os.replace(path + '.part', path)
+
+
+def save(trainer: Any, progress: Progress) -> str:
+    """All ranks, collective. Returns the checkpoint's folder."""
+    args, state = trainer.args, trainer.state
+    final = os.path.join(args.output_dir, f'checkpoint-{state.iteration}')
+    staging = os.path.join(args.output_dir, f'.saving-checkpoint-{state.iteration}')
+    merged, merged_staging = final + '-merged', staging + '-merged'
+    if is_master():
+        for leftover in (staging, merged_staging):
+            shutil.rmtree(leftover, ignore_errors=True)
+        os.makedirs(staging)
+    dist.barrier()
+    args.consumed_train_samples = state.consumed_train_samples
+    trainer.copy_path(os.path.join(args.output_dir, 'args.json'), os.path.join(staging, 'args.json'))
+    gc_collect()
+    weights_only = args.save_safetensors and args.no_save_optim
+    save_mcore_checkpoint(
+        args,
+        [] if weights_only else trainer.wrapped_models,
+        trainer.optimizer,
+        trainer.opt_param_scheduler,
+        iteration=state.iteration,
+        peft_format=args.tuner_type == 'lora',
+        output_dir=staging)
+    is_merged = args.tuner_type != 'full' and args.merge_lora and args.save_safetensors
+    if args.save_safetensors:
+        if args.tuner_type != 'lora_llm':
+            _save_weights(trainer, staging, peft_format=args.tuner_type == 'lora')
+        if is_merged:
+            if is_master():
+                os.makedirs(merged_staging)
+                shutil.copy(os.path.join(staging, 'args.json'), merged_staging)
+            dist.barrier()
+            with merged_for_export(trainer.unwrapped_models):
+                _save_weights(trainer, merged_staging, peft_format=False)
+    dist.barrier()
+    if is_master():
+        write_json(os.path.join(staging, STATE_FILE), asdict(progress))
+        if is_merged:
+            shutil.rmtree(merged, ignore_errors=True)
+            os.replace(merged_staging, merged)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(staging, final)
+        update_last_checkpoint_symlink(final)
+    dist.barrier()
+    state.last_model_checkpoint = final
+    if state.best_global_step is not None:
+        best = os.path.join(args.output_dir, f'checkpoint-{state.best_global_step}')
+        if os.path.exists(best):
+            state.best_model_checkpoint = best
+    if is_master():
+        trainer._rotate_checkpoints(args.output_dir)
+    return final
+
+
+def _save_weights(trainer: Any, folder: str, *, peft_format: bool) -> None:
+    args = trainer.args
+    trainer.bridge.save_weights(
+        trainer.unwrapped_models,
+        folder,
+        peft_format=peft_format,
+        args=args,
+        processor=trainer.template.processor,
+        save_missing_weights=args.save_missing_weights and args.model_dir)

@@ -1,0 +1,159 @@
+"""The worker's arguments: ms-swift's `MegatronRLHFArguments` and this package's own (import tier 2).
+
+What each own argument means stands in `args/own.py`, the table that the translation and the documentation use; a contract test keeps the
+two together. The command line has been translated and checked before a worker starts (`args/`).
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from swift.megatron.arguments import MegatronRLHFArguments
+from typing import Any, List, Literal, Optional, Union
+
+from . import cpu
+from .errors import UserError
+
+# Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
+_IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iterations': 1, 'use_vllm': True}
+
+
+@dataclass
+class MegatronGRPOArguments(MegatronRLHFArguments):
+    rlhf_type: Literal['grpo'] = 'grpo'
+    backend: Literal['megatron'] = 'megatron'
+
+    # batch
+    batch_check: Literal['documented', 'exact'] = 'documented'
+    max_tokens_per_micro_batch: Optional[int] = None
+    max_tokens_per_forward_only_micro_batch: Optional[int] = None
+
+    # weight sync
+    verify_weight_sync: str = 'first'
+    weight_sync_bucket_mb: int = 512
+
+    # frozen rollouts
+    save_rollouts: Optional[str] = None
+    replay_rollouts: Optional[str] = None
+
+    # asynchronous rollouts
+    max_staleness: int = 1
+    allow_uncorrected_async: bool = False
+
+    # deadlines, seconds
+    rollout_timeout: float = 3600.0
+    sync_timeout: float = 900.0
+    reward_timeout: float = 900.0
+    server_timeout: float = 600.0
+
+    # losses
+    loss_type: Optional[str] = 'grpo'
+    dual_clip: Optional[float] = None
+    kl_cov_ratio: Optional[float] = None
+    kl_cov_coef: float = 1.0
+    clip_cov_ratio: Optional[float] = None
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    nonfinite_update: Literal['skip', 'stop'] = 'skip'
+
+    # training loop, with the meaning of `swift rlhf`
+    num_train_epochs: Optional[float] = None
+    lr_scheduler_type: Optional[str] = None
+    lr_scheduler_kwargs: Optional[Union[dict, str]] = None
+    warmup_steps: float = 0.0
+    warmup_ratio: float = 0.0
+    save_strategy: Literal['steps', 'epoch', 'no'] = 'steps'
+    eval_strategy: Optional[Literal['no', 'steps', 'epoch']] = None
+    load_best_model_at_end: bool = False
+    resume_from_checkpoint: Optional[str] = None
+    resume_only_model: bool = False
+
+    # rollouts, rewards
+    min_p: float = 0.0
+    vllm_data_parallel_size: int = 1
+    vllm_enable_expert_parallel: bool = False
+    vllm_max_lora_rank: int = 16
+    vllm_disable_custom_all_reduce: bool = True
+    reward_adapters: List[str] = field(default_factory=list)
+    reward_model_type: Optional[List[str]] = None
+    reward_model_revision: Optional[List[str]] = None
+    reward_template: Optional[List[str]] = None
+
+    def __post_init__(self) -> None:
+        if cpu.is_active():
+            # No NCCL, no fused kernels; everything else is as on an accelerator.
+            self.ddp_backend = 'gloo'
+            self.cross_entropy_loss_fusion = False
+        if isinstance(self.lr_scheduler_kwargs, str):
+            import json
+            self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
+        if self.resume_from_checkpoint is not None:
+            self._init_resume(self.resume_from_checkpoint)
+        super().__post_init__()
+        if cpu.is_active():
+            cpu.refuse_unsupported(self)
+        # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
+        self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
+
+    def _init_resume(self, folder: str) -> None:
+        if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):
+            raise UserError(f'--resume_from_checkpoint {folder}: not a complete checkpoint of Megatron training (it has no '
+                            'latest_checkpointed_iteration.txt). Give a folder checkpoint-N that a run with save_only_model false wrote.')
+        if self.tuner_type == 'full':
+            self.mcore_model = folder
+        else:
+            self.mcore_adapter = folder
+        self.finetune = self.resume_only_model
+        self.no_load_optim = self.no_load_rng = self.resume_only_model
+
+    def _init_grpo(self) -> None:
+        wanted: dict[str, Any] = {name: getattr(self, name) for name in _IMPLEMENTED_HERE}
+        loss_type, self.loss_type = self.loss_type, 'grpo' if self.loss_type == 'real' else self.loss_type
+        for name, neutral in _IMPLEMENTED_HERE.items():
+            setattr(self, name, neutral)
+        try:
+            super()._init_grpo()
+        finally:
+            for name, value in wanted.items():
+                setattr(self, name, value)
+            self.loss_type = loss_type
+        if self.loss_type == 'real':  # arXiv 2602.05630: rewards are not normalized
+            self.scale_rewards = 'none'
+
+    @staticmethod
+    def validate_batch_dp_alignment(generation_batch_size: int, num_generations: int, dp_size: int, micro_batch_size: int,
+                                    world_size: int) -> None:
+        """Upstream compares prompts with completions here. `args.batch_plan` has checked the batch before any worker started."""
+
+    @property
+    def num_prompts_per_generation(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
+        """Optimizer steps of the run, and saving and evaluation intervals in steps.
+
+        An epoch is len(dataset) // prompts-a-generation generations, each of which trains steps_per_generation x num_iterations optimizer
+        steps; fractions of an epoch round up, as in transformers. train_iters (max_steps) wins.
+        """
+        steps_per_epoch = None
+        if hasattr(train_dataset, '__len__'):
+            generations = len(train_dataset) // self.num_prompts_per_generation
+            steps_per_epoch = generations * self.steps_per_generation * self.num_iterations
+        if self.train_iters is None:
+            if steps_per_epoch is None:
+                raise UserError('A streaming data set has no length: give --max_steps (train_iters).')
+            epochs = 3.0 if self.num_train_epochs is None else self.num_train_epochs
+            self.train_iters = max(-int(-steps_per_epoch * epochs // 1), 1) if steps_per_epoch else 1
+        if self.save_strategy == 'epoch' or self.eval_strategy == 'epoch':
+            if not steps_per_epoch:
+                raise UserError('--save_strategy epoch and --eval_strategy epoch need a data set of known length.')
+            if self.save_strategy == 'epoch':
+                self.save_steps = steps_per_epoch
+            if self.eval_strategy == 'epoch':
+                self.eval_steps = steps_per_epoch
+        if self.eval_strategy == 'no' or val_dataset is None or len(val_dataset) == 0:
+            self.eval_iters = 0
+        else:
+            num_generations = self.num_generations_eval or self.num_generations
+            prompts = max(self.generation_batch_size // num_generations, 1)
+            batches = -(-len(val_dataset) // prompts)
+            self.eval_iters = batches if self.eval_iters < 0 else min(self.eval_iters, batches)

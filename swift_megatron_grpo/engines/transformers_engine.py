@@ -1,0 +1,143 @@
+"""`--use_vllm false`: answers are sampled by transformers, one model copy a rank (import tier 2). For small models and for debugging."""
+from __future__ import annotations
+
+import copy
+import torch
+from collections.abc import Iterable, Sequence
+from swift.infer_engine import RequestConfig, TransformersEngine
+from swift.infer_engine.protocol import InferRequest, RolloutOutput
+from swift.template import Template
+from typing import Any
+
+from ..errors import RunError
+from .base import EngineGroup, RolloutEngine, Sampling
+
+
+class _SamplingEngine(TransformersEngine):
+    """ms-swift's engine with log-probabilities of what was sampled: at the sampling temperature, in float32, one softmax a step.
+
+    (ms-swift's own are of the untempered logits, and it sorts the whole vocabulary for every token.)
+    """
+    temperature = 1.0
+
+    def preprocess_logits(self, batched_logits: Any, batched_generate_ids: torch.Tensor,  # type: ignore[override]
+                          top_logprobs: int | None) -> list[list[dict[int, float]]] | None:
+        if batched_logits is None:
+            return None
+        ids = batched_generate_ids[:, :len(batched_logits)]
+        steps = [
+            torch.log_softmax(logits.float() / self.temperature, -1).gather(-1, ids[:, step, None])[:, 0]
+            for step, logits in enumerate(batched_logits)
+        ]
+        values = torch.stack(steps, 1).tolist()
+        return [[{token: value} for token, value in zip(row_ids, row)] for row_ids, row in zip(ids.tolist(), values)]
+
+
+class TransformersRolloutEngine(RolloutEngine):
+    """Batched generation with a key-value cache.
+
+    Args:
+        args: model folder, torch_dtype, ...
+        template: the trainer's template; a copy is used.
+        group: one engine a rank.
+        max_batch_size: rows generated at once.
+        device: where the copy of the model lies.
+    """
+
+    def __init__(self, args: Any, template: Template, group: EngineGroup, *, max_batch_size: int, device: torch.device):
+        self.group = group
+        self.version = -1
+        rollout_template = copy.copy(template)
+        rollout_template.padding_free = False
+        rollout_template.sequence_parallel_size = 1
+        rollout_template.use_megatron = False
+        model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl='sdpa')
+        model.requires_grad_(False)
+        self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        parameters = dict(self.engine.model.named_parameters())
+        tied = getattr(self.engine.model.config, 'tie_word_embeddings', False)
+        loader = _StateLoader(parameters)
+        count = 0
+        with torch.no_grad():
+            for name, tensor in weights:
+                loader.load(name, tensor)
+                count += 1
+        missing = loader.missing() - ({'lm_head.weight'} if tied else set())
+        if missing:
+            raise RunError(f'Weight sync left {len(missing)} weights of the rollout model as they were, e.g. {sorted(missing)[:3]}.')
+        self.version = version
+        return count
+
+    def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
+        if self.version < 0:
+            raise RunError('Rollout was asked of an engine that has not received weights yet.')
+        config = RequestConfig(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=list(sampling.stop_words),
+            logprobs=True,
+            return_details=True)
+        self.engine.temperature = sampling.temperature or 1.0
+        plain = [InferRequest(messages=copy.deepcopy(r.messages), images=r.images, audios=r.audios, videos=r.videos, tools=r.tools,
+                              objects=r.objects) for r in requests]
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(sampling.seed)
+            responses = self.engine.infer(plain, config, use_tqdm=False)
+        outputs = []
+        for response in responses:
+            if isinstance(response, Exception):
+                raise RunError(f'The transformers engine could not answer a request: {response}') from response
+            outputs.append(RolloutOutput(response=response))
+        return outputs
+
+    def checksums(self) -> dict[str, float]:
+        return {name: float(p.detach().double().abs().sum()) for name, p in self.engine.model.named_parameters()}
+
+    def close(self) -> None:
+        self.engine.model = self.engine.engine = None
+
+
+class _StateLoader:
+    """Copies weights by Hugging Face checkpoint names into a transformers model, including fused experts.
+
+    transformers 5 keeps the experts of a mixture in one tensor each (`experts.gate_up_proj`, `experts.down_proj`); checkpoints, and the
+    bridge's export, have one tensor an expert.
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter]):
+        self.parameters = parameters
+        self.loaded: set[str] = set()
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        target = self.parameters.get(name)
+        if target is not None:
+            target.copy_(tensor)
+            self.loaded.add(name)
+            return
+        prefix, _, rest = name.partition('.experts.')
+        number, _, leaf = rest.partition('.')
+        if number.isdigit():
+            leaf = leaf.removesuffix('.weight')
+            fused = f'{prefix}.experts.' + ('down_proj' if leaf == 'down_proj' else 'gate_up_proj')
+            target = self.parameters.get(fused)
+            if target is not None:
+                slot = target[int(number)]
+                if leaf == 'gate_proj':
+                    slot = slot[:slot.shape[0] // 2]
+                elif leaf == 'up_proj':
+                    slot = slot[slot.shape[0] // 2:]
+                slot.copy_(tensor)
+                self.loaded.add(fused)
+                return
+        if name == 'lm_head.weight':  # tied, and exported all the same
+            return
+        raise RunError(f'Weight sync: the rollout model has no weight {name!r}.')
+
+    def missing(self) -> set[str]:
+        return set(self.parameters) - self.loaded

@@ -1,0 +1,142 @@
+"""vLLM in the training processes (import tier 2). One engine for every `vllm_tensor_parallel_size` neighbouring ranks.
+
+Built as ms-swift builds it (`GRPOVllmEngine`, external launcher). Differences: every request has a seed of its own; answers are refused
+until a complete set of weights was loaded; after a load the prefix, multimodal and encoder caches are empty.
+"""
+from __future__ import annotations
+
+import copy
+import torch
+from collections.abc import Iterable, Sequence
+from swift.infer_engine import RequestConfig
+from swift.infer_engine.protocol import RolloutOutput
+from swift.rlhf_trainers.utils import (finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader, sleep_vllm_engine,
+                                       vllm_sleep)
+from swift.template import Template
+from typing import Any
+
+from ..errors import RunError
+from .base import EngineGroup, RolloutEngine, Sampling
+
+
+class VllmColocateEngine(RolloutEngine):
+    """vLLM on the trainer's own devices.
+
+    Args:
+        args: ms-swift's vllm_* arguments, model folder, torch_dtype.
+        template: the trainer's template; a copy is used.
+        group: engine ranks are neighbours in the world.
+        max_num_seqs: sequences sampled at once.
+        device: the rank's device.
+    """
+
+    def __init__(self, args: Any, template: Template, group: EngineGroup, *, max_num_seqs: int, device: torch.device):
+        from swift.infer_engine import GRPOVllmEngine
+        self.group = group
+        self.device = device
+        self.version = -1
+        rollout_template = copy.copy(template)
+        rollout_template.padding_free = False
+        rollout_template.sequence_parallel_size = 1
+        engine_kwargs = dict(args.vllm_engine_kwargs or {})
+        load_format = engine_kwargs.pop('load_format', 'auto')
+        if args.router_replay_mode == 'R3':
+            engine_kwargs['enable_return_routed_experts'] = True
+        if args.vllm_enable_expert_parallel:
+            engine_kwargs.setdefault('enable_expert_parallel', True)
+        self.engine = GRPOVllmEngine(
+            args.model_info.model_dir,
+            torch_dtype=args.torch_dtype,
+            model_type=args.model_type,
+            use_async_engine=False,
+            tensor_parallel_size=group.size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            enable_prefix_caching=args.vllm_enable_prefix_caching,
+            max_num_seqs=args.vllm_max_num_seqs or max_num_seqs,
+            enforce_eager=args.vllm_enforce_eager,
+            limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+            enable_sleep_mode=args.sleep_level > 0,
+            max_model_len=args.vllm_max_model_len,
+            seed=group.index,
+            disable_cascade_attn=args.vllm_disable_cascade_attn,
+            load_format=load_format,
+            mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
+            template=rollout_template,
+            distributed_executor_backend='external_launcher',
+            enable_lora=args.vllm_enable_lora and args.tuner_type == 'lora',
+            max_loras=1,
+            max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
+            engine_kwargs=engine_kwargs,
+            logprobs_mode='processed_logprobs')
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        self.version = -1  # incomplete until the last line
+        model = self.engine.inner_model
+        count = 0
+
+        def counted() -> Iterable[tuple[str, torch.Tensor]]:
+            nonlocal count
+            for name, tensor in weights:
+                count += 1
+                yield name, tensor
+
+        patch_vllm_moe_model_weight_loader(model)
+        model.load_weights(counted())
+        finish_vllm_weight_reload(model, model_config=self.engine.engine.model_config, target_device=self.device, strict=True)
+        self.reset_caches()
+        self.version = version
+        return count
+
+    def reset_caches(self) -> None:
+        """Nothing that was computed with earlier weights may be used again."""
+        self.engine.engine.reset_prefix_cache()
+        self.engine.engine.reset_mm_cache()
+        self.engine.engine.reset_encoder_cache()
+
+    def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
+        if self.version < 0:
+            raise RunError('Rollout was asked of a vLLM engine that does not hold a complete set of weights.')
+        if not requests:
+            return []
+        config = RequestConfig(
+            n=1,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=list(sampling.stop_words),
+            structured_outputs_regex=sampling.structured_outputs_regex,
+            seed=sampling.seed,  # ms-swift adds the request's position
+            logprobs=True,
+            return_details=True)
+        outputs = self.engine.infer(list(requests), config, use_tqdm=False)
+        for output in outputs:
+            if isinstance(output, Exception):
+                raise RunError(f'vLLM could not answer a request: {output}') from output
+        return outputs
+
+    def checksums(self) -> dict[str, float] | None:
+        return {name: float(p.detach().double().abs().sum()) for name, p in self.engine.inner_model.named_parameters()}
+
+    def sleep(self, level: int) -> None:
+        if level and not self.engine.inner_model_executor.is_sleeping:
+            sleep_vllm_engine(self.engine.engine, level)
+            if level == 2:
+                self.version = -1
+
+    def first_sleep(self, level: int) -> None:
+        """The sleep after construction, when nothing was generated yet."""
+        if level:
+            vllm_sleep(self.engine.engine, level)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        if self.engine.inner_model_executor.is_sleeping:
+            self.engine.engine.wake_up(tags=list(tags))
+
+    def close(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        engine.engine.engine_core.shutdown()

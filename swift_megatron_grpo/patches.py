@@ -1,0 +1,32 @@
+"""Patches of other packages that the trainer needs on every platform (import tier 2). Applied once, when the pipeline starts."""
+from __future__ import annotations
+
+from typing import Any
+
+from .passport import Passport, PatchRegistry
+
+PATCHES = PatchRegistry('trainer')
+
+
+@PATCHES.patch(Passport(
+    name='rope-theta-of-transformers-5',
+    target='mcore_bridge.model.rope:EXTENDED_ROPE_INIT_FUNCTIONS',
+    breaks='a transformers model that is built after a Megatron one (the engine of --use_vllm false) stops with '
+           "'... object has no attribute rope_theta'",
+    reference='mcore_bridge/model/rope.py, _compute_default_rope_parameters (mcore-bridge 1.6.5): it is written into transformers\' own table '
+              'and reads config.rope_theta, which transformers 5 keeps in config.rope_parameters',
+    versions='mcore-bridge>=1.6,<1.7',
+    remove_when='the bridge reads rope_parameters, or no longer writes into the table of transformers',
+))
+def _rope_theta() -> None:
+    from mcore_bridge.model import rope
+    upstream = rope.EXTENDED_ROPE_INIT_FUNCTIONS.get('default')
+    if upstream is None:
+        return
+
+    def compute(config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(config, 'rope_theta'):
+            config.rope_theta = config.rope_parameters['rope_theta']
+        return upstream(config, *args, **kwargs)
+
+    rope.EXTENDED_ROPE_INIT_FUNCTIONS['default'] = compute

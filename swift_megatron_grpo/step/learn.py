@@ -1,0 +1,186 @@
+"""Everything between scored rollouts and an optimizer step: log-probabilities, advantages, weights, loss (import tier 2)."""
+from __future__ import annotations
+
+import dataclasses
+import torch
+import torch.distributed as dist
+from collections.abc import Sequence
+from typing import Any
+
+from ..metrics import merge, reduce_once
+from ..parallel import Topology
+from ..reference import Reference
+from ..types import LossInputs, MicroBatch, Sums, TokenTable
+from .advantage import group_advantages, reward_metrics, sequence_kl
+from .batch import StepBatch
+from .coupled import Coupled, couple, needs_step_pass
+from .forward import PolicyForward, collect_logprobs
+from .loss import policy_loss
+from .loss_config import LossConfig
+from .rollout import ScoredRollouts
+from .weights import token_weights
+
+
+def loss_config(args: Any) -> LossConfig:
+    """The loss switches out of the run's arguments; they carry the same names."""
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(LossConfig) if f.name != 'has_teacher'}
+    values['has_teacher'] = args.teacher_model is not None or args.teacher_model_server is not None
+    return LossConfig(**values)
+
+
+class Learner:
+    """Turns a generation's optimizer steps into gradients.
+
+    Args:
+        args: the run's arguments.
+        forward: the policy's forward.
+        reference: None at beta 0.
+        topology: this rank's place.
+        device: the rank's device.
+        reward_names, reward_weights: of the F columns.
+    """
+
+    def __init__(self, args: Any, forward: PolicyForward, reference: Reference | None, topology: Topology, device: torch.device,
+                 reward_names: Sequence[str], reward_weights: torch.Tensor):
+        self.args = args
+        self.config = loss_config(args)
+        self.forward = forward
+        self.reference = reference
+        self.topology = topology
+        self.device = device
+        self.reward_names = list(reward_names)
+        self.reward_weights = reward_weights
+        self.last_advantages_N = torch.zeros(0)
+
+    # -- once a generation -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """On-policy, one optimizer step a generation: the old log-probabilities are the training forward's own, detached."""
+        args = self.args
+        return args.steps_per_generation * args.num_iterations > 1 or (args.kl_in_reward and args.beta != 0.0) or self.config.has_teacher
+
+    def add_logprobs(self, steps: Sequence[StepBatch]) -> None:
+        """old_logprobs_K and ref_logprobs_K where they are needed. All ranks, collective: one forward-only run of the schedule for each."""
+        if self.needs_old_pass:
+            for step, (logprobs_K, _) in zip(steps, collect_logprobs(self.forward, steps, self.device)):
+                step.table.old_logprobs_K = logprobs_K
+        if self.reference is not None:
+            for step, logprobs_K in zip(steps, self.reference.logprobs(steps)):
+                step.table.ref_logprobs_K = logprobs_K
+
+    def add_advantages(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> dict[str, float]:
+        """advantages_K and weights_K of every step; returns the reward metrics under ms-swift's names.
+
+        All ranks; a collective over the data-parallel group only with kl_in_reward. Groups are those of the prompt, by id.
+        """
+        args = self.args
+        kl_N = self._kl_of_rollouts(steps, len(scored.rollouts)) if args.kl_in_reward and args.beta != 0.0 else None
+        groups_N = torch.tensor([rollout.prompt_index for rollout in scored.rollouts])
+        advantages_N, rewards_N = group_advantages(
+            scored.rewards_NF,
+            self.reward_weights,
+            groups_N,
+            advantage_estimator=args.advantage_estimator,
+            scale_rewards=args.scale_rewards,
+            kl_in_reward=args.kl_in_reward,
+            beta=args.beta,
+            kl_N=kl_N)
+        for step in steps:
+            table = step.table
+            table.advantages_K = advantages_N.to(self.device, torch.float32)[table.rollout_indices_S][table.sequence_of_token_K]
+            table.weights_K = token_weights(
+                self.config.loss_type,
+                lengths_S=table.lengths_S,
+                truncated_S=table.truncated_S,
+                overlong_filter=args.overlong_filter,
+                max_completion_length=args.max_completion_length)
+        self.last_advantages_N = advantages_N
+        return reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, args.scale_rewards)
+
+    def reward_metrics(self, scored: ScoredRollouts) -> dict[str, float]:
+        """Reward metrics of rollouts that are not trained on (evaluation). Pure."""
+        groups_N = torch.tensor([rollout.prompt_index for rollout in scored.rollouts])
+        rewards_N = (scored.rewards_NF * self.reward_weights).nansum(dim=1)
+        return reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, self.args.scale_rewards)
+
+    def _kl_of_rollouts(self, steps: Sequence[StepBatch], num_rollouts: int) -> torch.Tensor:
+        """Sum over the completion of old - reference log-probability, by rollout, [N]."""
+        kl_N = torch.zeros(num_rollouts, device=self.device)
+        for step in steps:
+            table = step.table
+            kl_S = sequence_kl(table.old_logprobs_K, table.ref_logprobs_K, table.sequence_of_token_K, table.lengths_S.numel())
+            kl_N[table.rollout_indices_S] = kl_S
+        if self.topology.dp_size > 1:
+            dist.all_reduce(kl_N, group=self.topology.dp_group)
+        return kl_N.cpu()
+
+    # -- once an optimizer step ------------------------------------------------------------------------------------------------------------
+
+    def gradients(self, step: StepBatch, *, update: int, on_policy: bool) -> Sums:
+        """Forward and backward of one optimizer step. All ranks, collective.
+
+        Args:
+            step: its micro-batches and table.
+            update: number of the optimizer step in the run; seeds what is drawn at random.
+            on_policy: the weights are those that `old` stands for: no importance ratio differs from 1.
+
+        Returns:
+            Metrics of the whole step on the last pipeline stage (empty elsewhere), reduced by one collective.
+        """
+        coupled = self._couple(step, update, needs_step_pass(self.config, on_policy))
+        parts: list[Sums] = []
+
+        def consume(micro_batch: MicroBatch, logprobs_C: torch.Tensor, entropies_C: torch.Tensor) -> torch.Tensor:
+            loss, sums = policy_loss(self.config, self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C))
+            one = loss.new_ones(()) if not parts and self.topology.dp_rank == 0 else loss.new_zeros(())
+            sums.add('loss', loss.detach(), one)  # losses add up over micro-batches and ranks; one count in the whole step
+            parts.append(sums)
+            return loss
+
+        self.forward.run(step.micro_batches, consume, forward_only=False)
+        if not self.topology.is_last_stage:
+            return Sums()
+        reduced = reduce_once(merge(parts), self.topology.dp_group)
+        for name, value in coupled.metrics.items():
+            reduced.add(name, value.double(), torch.ones_like(value, dtype=torch.float64))
+        return reduced
+
+    def _couple(self, step: StepBatch, update: int, needs_pass: bool) -> Coupled:
+        """What couples the sequences of the step (entropy quantile, REAL, covariances), from numbers of the whole step at the current
+        weights. Without such a loss there is neither a pass nor communication."""
+        if not needs_pass:
+            return couple(self.config, step.table)
+        (logprobs_K, entropies_K), = collect_logprobs(self.forward, [step], self.device)
+        vectors = [logprobs_K, entropies_K]
+        if step.table.old_logprobs_K is not None:
+            vectors.append(step.table.old_logprobs_K)
+        whole = torch.stack(vectors)
+        if self.topology.dp_size > 1:
+            dist.all_reduce(whole, group=self.topology.dp_group)
+        table = dataclasses.replace(step.table, old_logprobs_K=whole[2] if len(vectors) > 2 else None)
+        return couple(self.config, table, logprobs_K=whole[0], entropies_K=whole[1], seed=self.args.seed, update=update)
+
+    @staticmethod
+    def _inputs(micro_batch: MicroBatch, table: TokenTable, coupled: Coupled, logprobs_C: torch.Tensor,
+                entropies_C: torch.Tensor) -> LossInputs:
+        index_C = micro_batch.token_index_C.to(logprobs_C.device)
+
+        def rows(values_K: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_K is None else values_K[index_C]
+
+        old_C = rows(table.old_logprobs_K)
+        return LossInputs(
+            new_logprobs_C=logprobs_C,
+            old_logprobs_C=logprobs_C.detach() if old_C is None else old_C,
+            advantages_C=table.advantages_K[index_C],
+            weights_C=coupled.weights_K[index_C],
+            sequence_ids_C=micro_batch.sequence_ids_C.to(logprobs_C.device),
+            num_sequences=micro_batch.num_sequences,
+            ref_logprobs_C=rows(table.ref_logprobs_K),
+            rollout_logprobs_C=rows(table.rollout_logprobs_K),
+            entropies_C=entropies_C,
+            keep_C=rows(coupled.keep_K),
+            coefficient_C=rows(coupled.coefficient_K),
+            coupled_loss=coupled.coupled_loss,
+        )

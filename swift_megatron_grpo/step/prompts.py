@@ -1,0 +1,127 @@
+"""Which prompts a generation gets (import tier 0: standard library only; the data set is any sequence of rows).
+
+The order is a pure function of (seed, generation number): every rank computes it without talking to the others, and a resumed run gets
+exactly the prompts that the undisturbed run would have got.
+"""
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+
+# Keeps the stream of replacement prompts apart from the training order of every epoch.
+_REPLACEMENT_STREAM = 0x5EED
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One row of the data set. `dataset_index` identifies it."""
+    dataset_index: int
+    row: dict[str, Any]
+
+
+class PromptSource:
+    """Prompts from a data set of known length.
+
+    An epoch is `len(dataset) // prompts_per_generation` generations, as in `swift rlhf`: rows that do not fill a generation wait for the
+    next epoch's order.
+
+    Example: 5 rows, 4 prompts a generation: one generation an epoch; 2 epochs are 2 generations.
+    """
+
+    def __init__(self, dataset: Sequence[dict[str, Any]], prompts_per_generation: int, *, shuffle: bool, seed: int):
+        if len(dataset) < prompts_per_generation:
+            raise UserError(
+                f'The data set has {len(dataset)} prompts, but one generation needs {prompts_per_generation} '
+                '(generation_batch_size / num_generations). Use more data, or a smaller generation: '
+                'lower global_batch_size (per_device_train_batch_size, gradient_accumulation_steps) or steps_per_generation, '
+                'or raise num_generations.')
+        self.dataset = dataset
+        self.prompts_per_generation = prompts_per_generation
+        self.shuffle = shuffle
+        self.seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def generations_per_epoch(self) -> int:
+        return len(self.dataset) // self.prompts_per_generation
+
+    def epoch_of(self, generation: int) -> float:
+        return generation / self.generations_per_epoch
+
+    def take(self, generation: int) -> list[Prompt]:
+        """The prompts of one generation. Pure in `generation`."""
+        epoch, place = divmod(generation, self.generations_per_epoch)
+        order = self._epoch_order(epoch)
+        start = place * self.prompts_per_generation
+        return [self._prompt(index) for index in order[start:start + self.prompts_per_generation]]
+
+    def replacements(self, generation: int, used: Iterable[int]) -> Iterator[Prompt]:
+        """Endless other prompts for a generation: first every row that is not in `used`, each once, in an order of its own.
+
+        For dynamic sampling and for rows that cannot be encoded. Ends only if every row of the data set is in `used`; then rows repeat.
+        """
+        rng = random.Random(f'{self.seed}/{_REPLACEMENT_STREAM}/{generation}')
+        used = set(used)
+        while True:
+            fresh = [index for index in range(len(self.dataset)) if index not in used] or list(range(len(self.dataset)))
+            rng.shuffle(fresh)
+            for index in fresh:
+                yield self._prompt(index)
+            used = set()
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if self._order[0] != epoch:
+            order = list(range(len(self.dataset)))
+            if self.shuffle:
+                random.Random(f'{self.seed}/{epoch}').shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _prompt(self, index: int) -> Prompt:
+        return Prompt(dataset_index=index, row=self.dataset[index])
+
+
+class StreamingPromptSource:
+    """Prompts from an iterable data set, in its own order. Resuming reads past what was used."""
+
+    def __init__(self, dataset: Iterable[dict[str, Any]], prompts_per_generation: int):
+        self.dataset = dataset
+        self.prompts_per_generation = prompts_per_generation
+        self._iterator = self._cycle()
+        self._position = 0
+        self._next_generation = 0
+
+    def epoch_of(self, generation: int) -> float:
+        return math.nan
+
+    def _cycle(self) -> Iterator[dict[str, Any]]:
+        while True:
+            empty = True
+            for row in self.dataset:
+                empty = False
+                yield row
+            if empty:
+                raise UserError('The streaming data set is empty.')
+
+    def take(self, generation: int) -> list[Prompt]:
+        while self._next_generation < generation:
+            self._read()
+        assert self._next_generation == generation, 'a stream cannot go back'
+        return self._read()
+
+    def replacements(self, generation: int, used: Iterable[int]) -> Iterator[Prompt]:
+        while True:
+            yield self._one()
+
+    def _one(self) -> Prompt:
+        self._position += 1
+        return Prompt(dataset_index=self._position - 1, row=next(self._iterator))
+
+    def _read(self) -> list[Prompt]:
+        self._next_generation += 1
+        return [self._one() for _ in range(self.prompts_per_generation)]

@@ -1,0 +1,195 @@
+"""One sampling phase: prompts to scored rollouts, the same list on every rank (import tier 2)."""
+from __future__ import annotations
+
+import dataclasses
+import time
+import torch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from swift.rl_core.data import GRPOSample
+from swift.template import Template
+from swift.utils import remove_response
+from typing import Any
+
+from ..deadlines import deadline
+from ..engines.base import EngineGroup, RolloutEngine, Sampling
+from ..errors import RunError
+from ..parallel import Topology, agree, contiguous_share, share_of_groups
+from ..types import Rollout
+from .prompts import Prompt
+from .reward import Rewarder
+
+_SEED_STRIDE = 1_000_003
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoredRollouts:
+    """All N rollouts of a generation with their rewards, equal on every rank.
+
+    samples_P: the prompt of each group; rewards_NF: float32, NaN where a function does not apply; seconds: longest over the ranks.
+    """
+    prompts: list[Prompt]
+    rollouts: list[Rollout]
+    rewards_NF: torch.Tensor
+    samples_P: list[GRPOSample]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def sample(self, rollout: Rollout) -> GRPOSample:
+        """The sample that `encode_sample` takes; shares the prompt's row, copies nothing of it."""
+        prompt = self.samples_P[rollout.prompt_index]
+        return dataclasses.replace(
+            prompt,
+            messages=rollout.messages,
+            response_token_ids=rollout.response_token_ids,
+            response_loss_mask=rollout.response_loss_mask,
+            rollout_logprobs=rollout.rollout_logprobs,
+            finish_reason=rollout.finish_reason,
+            rollout_infos=rollout.rollout_infos,
+            routed_experts=rollout.routed_experts,
+            add_eos=False,
+            **rollout.media)
+
+
+class RolloutStage:
+    """Samples and scores.
+
+    Args:
+        args: sampling arguments and deadlines.
+        template: for the default system message.
+        engine: this rank's engine.
+        rewarder: reward functions.
+        topology: this rank's place.
+    """
+
+    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology):
+        self.args = args
+        self.template = template
+        self.engine = engine
+        self.rewarder = rewarder
+        self.topology = topology
+
+    @property
+    def group(self) -> EngineGroup:
+        return self.engine.group
+
+    def run(self, prompts: list[Prompt], *, num_generations: int, seed: int, version: int) -> ScoredRollouts:
+        """All ranks, collective.
+
+        Args:
+            prompts: P prompts, equal on every rank.
+            num_generations: G.
+            seed: rollout i of the phase is sampled with seed + i, wherever it is sampled.
+            version: of the weights that the engine is expected to hold.
+
+        Raises:
+            RunError on every rank, naming the phase, the rank and, for rewards, the function.
+        """
+        samples_P = [self.prompt_sample(prompt) for prompt in prompts]
+        share = share_of_groups(len(prompts), num_generations, self.group.count, self.group.index)
+        seconds: dict[str, float] = {}
+        rank = self.topology.rank
+
+        def produce() -> tuple[list[tuple[Rollout, list[float | None]]], dict[str, float]]:
+            with deadline('Sampling of a generation', self.args.rollout_timeout, rank=rank):
+                start = time.perf_counter()
+                outputs = self._generate([samples_P[i // num_generations] for i in share], seed + share.start)
+                seconds['generate'] = time.perf_counter() - start
+            # Every rank of an engine has the outputs; each scores its part of them.
+            part = contiguous_share(len(share), self.group.size, self.group.rank)
+            rollouts = [self._rollout(i, num_generations, prompts, samples_P, output, version)
+                        for i, output in list(zip(share, outputs))[part.start:part.stop]]
+            with deadline('Reward functions', self.args.reward_timeout, rank=rank, detail=lambda: self.rewarder.running):
+                scores = self.rewarder.score([self._scored_sample(samples_P, rollout) for rollout in rollouts])
+            seconds.update({f'reward/{name}': value for name, value in scores.seconds.items()})
+            return list(zip(rollouts, scores.rewards)), seconds
+
+        parts = agree('Sampling', produce)
+        scored = sorted((pair for pairs, _ in parts for pair in pairs), key=lambda pair: pair[0].index)
+        expected = len(prompts) * num_generations
+        if [pair[0].index for pair in scored] != list(range(expected)):
+            raise RunError(f'The engines returned {len(scored)} rollouts for {expected} requests.')
+        rewards = [[float('nan') if value is None else value for value in pair[1]] for pair in scored]
+        longest: dict[str, float] = {}
+        for _, times in parts:
+            for name, value in times.items():
+                longest[name] = max(longest.get(name, 0.0), value)
+        return ScoredRollouts(
+            prompts=prompts,
+            rollouts=[pair[0] for pair in scored],
+            rewards_NF=torch.tensor(rewards, dtype=torch.float32).reshape(expected, len(self.rewarder.names)),
+            samples_P=samples_P,
+            seconds=longest)
+
+    def prompt_sample(self, prompt: Prompt) -> GRPOSample:
+        """The row as ms-swift's sample: default system message put in, a reference answer in the row taken off."""
+        sample = GRPOSample.from_row(prompt.row)
+        default_system = self.template.template_meta.default_system
+        if default_system and sample.messages[0]['role'] != 'system':
+            sample.messages.insert(0, {'role': 'system', 'content': default_system})
+        remove_response(sample.messages)
+        sample.prompt_id = str(prompt.dataset_index)
+        return sample
+
+    def _generate(self, samples: Sequence[GRPOSample], seed: int) -> list[Any]:
+        include_extra = bool(self.args.vllm_server_pass_dataset) or self.args.multi_turn_scheduler is not None
+        requests = [sample.to_infer_request(include_extra=include_extra) for sample in samples]
+        return self.engine.generate(requests, self.sampling(seed))
+
+    def sampling(self, seed: int) -> Sampling:
+        args = self.args
+        return Sampling(
+            temperature=args.temperature,
+            max_tokens=args.max_completion_length,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop_words=tuple(args.stop_words or ()),
+            structured_outputs_regex=args.structured_outputs_regex,
+            seed=seed)
+
+    def _rollout(self, index: int, num_generations: int, prompts: Sequence[Prompt], samples_P: Sequence[GRPOSample], output: Any,
+                 version: int) -> Rollout:
+        prompt_index = index // num_generations
+        prompt_sample = samples_P[prompt_index]
+        sample = dataclasses.replace(prompt_sample, messages=list(prompt_sample.messages), response_token_ids=[], response_loss_mask=[],
+                                     rollout_logprobs=[], rollout_infos={})
+        sample.apply_rollout_output(rollout_output=output)
+        token_ids = sample.response_token_ids
+        if token_ids and isinstance(token_ids[0], int):
+            token_ids = [token_ids]
+        prompt_token_ids = output.response.prompt_token_ids
+        media = {key: getattr(sample, key) for key in ('images', 'videos', 'audios') if getattr(sample, key) is not getattr(prompt_sample, key)}
+        return Rollout(
+            index=index,
+            prompt_index=prompt_index,
+            dataset_index=prompts[prompt_index].dataset_index,
+            response_token_ids=[list(turn) for turn in token_ids],
+            response_loss_mask=[list(turn) for turn in sample.response_loss_mask],
+            rollout_logprobs=[list(turn) for turn in sample.rollout_logprobs],
+            finish_reason=sample.finish_reason,
+            messages=sample.messages,
+            num_prompt_tokens=len(prompt_token_ids) if prompt_token_ids else 0,
+            rollout_infos=sample.rollout_infos,
+            media=media,
+            routed_experts=sample.routed_experts,
+            policy_version=version)
+
+    @staticmethod
+    def _scored_sample(samples_P: Sequence[GRPOSample], rollout: Rollout) -> GRPOSample:
+        prompt = samples_P[rollout.prompt_index]
+        return dataclasses.replace(
+            prompt,
+            messages=rollout.messages,
+            request_id=f'{prompt.prompt_id}/{rollout.index}',
+            response_token_ids=rollout.response_token_ids,
+            finish_reason=rollout.finish_reason,
+            rollout_infos=rollout.rollout_infos,
+            **rollout.media)
+
+
+def generation_seed(seed: int, generation: int, attempt: int = 0) -> int:
+    """Seed of the first rollout of a sampling phase; the phases of a run do not overlap. `attempt` counts resampling within a generation."""
+    return (seed * _SEED_STRIDE + generation * 2**20 + attempt * 2**17) % (2**31 - 2**20)
+
+

@@ -1,0 +1,232 @@
+"""GRPO on Megatron-Core (import tier 2).
+
+    prompts -> rollout -> reward -> batch -> logprobs (old, ref) -> advantage -> loss -> optimizer -> weight sync
+
+One generation is `collect()`ed and then trained on in steps_per_generation x num_iterations optimizer steps, each an `update()`. Model,
+optimizer, scheduler, logging and the save/evaluate rhythm are ms-swift's `BaseMegatronTrainer`.
+"""
+from __future__ import annotations
+
+import torch
+from dataclasses import dataclass
+
+from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.rlhf_trainers.utils import identity_data_collator
+from swift.utils import get_current_device, get_logger
+from typing import Any
+
+from . import checkpoint
+from .callbacks import CompletionsWriter
+from .checkpoint import Progress
+from .deadlines import deadline
+from .engines import EngineGroup, RolloutEngine, build_engine
+from .lr_schedule import TransformersSchedule
+from .metrics import Window
+from .parallel import build_topology
+from .parallel_attributes import mark_tensor_parallel
+from .reference import Reference
+from .step.batch import BatchBuilder, StepBatch
+from .step.completions import completion_metrics
+from .step.forward import PolicyForward
+from .step.learn import Learner
+from .step.prompts import PromptSource, StreamingPromptSource
+from .step.reward import Rewarder
+from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
+from .sync import WeightSync
+from .types import Sums
+
+logger = get_logger()
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """What `collect()` brings: the optimizer steps of one generation, ready to be trained on."""
+    index: int
+    scored: ScoredRollouts
+    steps: list[StepBatch]
+
+
+class MegatronGRPOTrainer(BaseMegatronTrainer):
+    """See the module's docstring. Built on every rank; all public methods are collective."""
+
+    def __init__(self, args: Any, template: Any):
+        super().__init__(args, template)
+        self.device = torch.device(get_current_device())
+        self.topology = build_topology()
+        self.rewarder = Rewarder(args, self.state)
+        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
+        self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
+        self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
+        self.batches = BatchBuilder(args, template, self.topology, self.device)
+        self.engine: RolloutEngine = build_engine(args, template, self.topology, self.device)
+        self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
+        self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
+        self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
+        self.window, self.eval_window = Window(), Window()
+        self.progress = self._initial_progress()
+        self.synced_version = -1
+
+    # -- the page --------------------------------------------------------------------------------------------------------------------------
+
+    def train(self, train_dataset: Any, val_dataset: Any) -> None:
+        args = self.args
+        self.prompts = self._prompt_source(train_dataset)
+        self.val_dataset = val_dataset
+        self.setup_model_training()
+        self.sync_weights()  # a broken path to the engine fails here, before anything was trained
+        while self.state.iteration < args.train_iters:
+            generation = self.collect(self.progress.generation)
+            for step in self._updates_left(generation):
+                self.run_train_step(step, val_dataset)
+                if self.state.iteration >= args.train_iters:
+                    break
+        self.finalize_training()
+        self.engine.close()
+
+    def collect(self, index: int) -> Generation:
+        """One generation: sampled, scored, batched, with old and reference log-probabilities and advantages."""
+        args = self.args
+        prompts = self.prompts.take(index)
+        self.sync_weights()
+        scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
+                                   version=self.synced_version)
+        samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
+        steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+        self.learner.add_logprobs(steps)
+        self.window.add_values(self.learner.add_advantages(steps, scored))
+        self.window.add_values(completion_metrics(scored.rollouts))
+        self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
+        self._write_completions(index, scored, steps)
+        return Generation(index=index, scored=scored, steps=steps)
+
+    def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
+        """One optimizer step: gradients of the whole step, clipped update, learning rate."""
+        for model in self.wrapped_models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self.learner.gradients(step, update=self.state.iteration, on_policy=self.progress.updates_in_generation == 0)
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.opt_param_scheduler.step(increment=self.args.global_batch_size)
+        self._advance()
+        return sums, grad_norm, updated
+
+    def sync_weights(self) -> None:
+        """The policy's weights to the engine, where they changed since the last time."""
+        version = self.progress.policy_version
+        if version == self.synced_version:
+            return
+        with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
+            self.sync.run(version)
+        self.synced_version = version
+
+    # -- rhythm ----------------------------------------------------------------------------------------------------------------------------
+
+    def _updates_left(self, generation: Generation) -> list[StepBatch]:
+        """steps_per_generation x num_iterations optimizer steps, in order; a resumed run skips those that are done."""
+        updates = generation.steps * self.args.num_iterations
+        return updates[self.progress.updates_in_generation:]
+
+    def _advance(self) -> None:
+        progress = self.progress
+        progress.iteration += 1
+        progress.policy_version += 1
+        progress.updates_in_generation += 1
+        if progress.updates_in_generation == self.args.steps_per_generation * self.args.num_iterations:
+            progress.generation += 1
+            progress.updates_in_generation = 0
+
+    def evaluate(self, val_dataset: Any) -> dict[str, float]:
+        """Samples and scores the validation prompts with the current weights; changes no training state."""
+        args = self.args
+        num_generations = args.num_generations_eval or args.num_generations
+        size = max(args.generation_batch_size // num_generations, 1)
+        self.call_event('on_eval_begin')
+        self.sync_weights()
+        for batch in range(args.eval_iters):
+            last = min((batch + 1) * size, len(val_dataset))
+            source = PromptSource(val_dataset, 1, shuffle=False, seed=args.seed)
+            prompts = [prompt for index in range(batch * size, last) for prompt in source.take(index)]
+            scored = self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
+                                       version=self.synced_version)
+            self.eval_window.add_values(self.learner.reward_metrics(scored))
+            self.eval_window.add_values(completion_metrics(scored.rollouts))
+            self.call_event('on_eval_step')
+        metrics = self.eval_window.flush()
+        self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
+        self.call_event('on_eval_end')
+        return metrics
+
+    # -- what the base class asks for --------------------------------------------------------------------------------------------------------
+
+    def prepare_model(self) -> None:
+        super().prepare_model()
+        mark_tensor_parallel(self.unwrapped_models)
+
+    def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
+        optimizer, scheduler = super().get_optimizer_and_scheduler()
+        args = self.args
+        if args.lr_scheduler_type is not None:
+            scheduler = TransformersSchedule(
+                optimizer,
+                max_lr=args.lr,
+                name=args.lr_scheduler_type,
+                kwargs=args.lr_scheduler_kwargs,
+                warmup_steps=args.warmup_steps,
+                warmup_ratio=args.warmup_ratio,
+                num_steps=args.train_iters,
+                samples_per_step=args.global_batch_size)
+        return optimizer, scheduler
+
+    def _get_data_collator(self) -> Any:
+        return identity_data_collator
+
+    def _aggregated_metrics(self, metrics: Sums, total_metrics: dict[str, Any]) -> None:
+        total_metrics['n_steps'] = total_metrics.get('n_steps', 0) + 1
+        self.window.add(metrics)
+
+    def on_log(self, logs: dict[str, Any], prefix: str = '') -> None:
+        if not prefix:
+            logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
+            logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
+        super().on_log(logs, prefix)
+
+    def save_checkpoint(self) -> None:
+        if self.args.save_strategy == 'no':
+            return
+        self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
+        checkpoint.save(self, self.progress)
+
+    def forward_step(self, data_iterator: Any, model: Any) -> Any:
+        raise NotImplementedError('the forward is step/forward.py')
+
+    # -- small things ------------------------------------------------------------------------------------------------------------------------
+
+    def _initial_progress(self) -> Progress:
+        args = self.args
+        fresh = Progress(num_prompts_per_generation=args.num_prompts_per_generation, seed=args.seed)
+        if args.resume_from_checkpoint is None or args.resume_only_model:
+            return fresh
+        return checkpoint.read_progress(args.resume_from_checkpoint)
+
+    def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:
+        args = self.args
+        if args.streaming:
+            return StreamingPromptSource(dataset, args.num_prompts_per_generation)
+        return PromptSource(dataset, args.num_prompts_per_generation, shuffle=args.train_dataloader_shuffle, seed=args.data_seed)
+
+    def _write_completions(self, index: int, scored: ScoredRollouts, steps: list[StepBatch]) -> None:
+        if not self.completions.enabled:
+            return
+        advantages = self.learner.last_advantages_N.tolist()
+        self.completions.write([{
+            'gen_step': self.state.iteration,
+            'generation': index,
+            'prompt': [message for message in scored.samples_P[rollout.prompt_index].messages],
+            'completion': rollout.messages[-1]['content'],
+            **dict(zip(self.rewarder.names, rewards)),
+            'advantages': advantage,
+        } for rollout, rewards, advantage in zip(scored.rollouts, scored.rewards_NF.tolist(), advantages)])
+
+
+__all__ = ['EngineGroup', 'Generation', 'MegatronGRPOTrainer']

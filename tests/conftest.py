@@ -1,0 +1,34 @@
+"""Fixtures that all tests share: ranks, and tiny models."""
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope='session')
+def ranks() -> Iterator[RankPool]:
+    """Up to four ranks with the CPU platform, started when a test first runs a case: `ranks.run(function, *args, world_size=2)`."""
+    pool = RankPool(max_world=4)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@pytest.fixture(scope='session')
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model('qwen3', tie_word_embeddings=True)` -> folder of a tiny random model with tokenizer, built once a session."""
+    from tests import tiny_models
+    root = tmp_path_factory.mktemp('models')
+    built: dict[str, Path] = {}
+
+    def build(kind: str = 'qwen3', *, seed: int = 0, **changes: Any) -> Path:
+        key = f'{kind} {seed} {sorted(changes.items())}'
+        if key not in built:
+            built[key] = tiny_models.build(kind, root / f'{kind}-{len(built)}', seed=seed, **changes)
+        return built[key]
+
+    return build

@@ -1,0 +1,275 @@
+"""One tiny model in one parallel layout: what a rank computes, and the same from transformers. Used by the tests beside it."""
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_MICRO_BATCHES = 4
+ROWS = 2
+LENGTH = 32
+PACKED_LENGTHS = (24, 4, 12, 8)  # multiples of 4: two chunks a rank of context parallel 2
+ADAM = {'lr': 1e-3, 'betas': (0.9, 0.95), 'eps': 1e-8, 'weight_decay': 0.1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Parallel sizes; `world` follows from what a test starts."""
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int | None = None
+    sp: bool = False
+    world: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of one training step: logits (rows, T, V) of each micro-batch, gradients and updated weights by Hugging Face name."""
+    loss: float
+    logits: list[torch.Tensor]
+    exported: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    norm_plain: float
+    norm_distributed: float
+    updated: dict[str, torch.Tensor]
+
+
+def micro_batches(vocab_size: int, packed: bool) -> list[dict[str, Any]]:
+    """NUM_MICRO_BATCHES dictionaries of full (not split) ids, labels, positions (B, T) and lengths of packed sequences or None."""
+    generator = torch.Generator().manual_seed(3)
+    out = []
+    for _ in range(NUM_MICRO_BATCHES):
+        lengths = list(PACKED_LENGTHS) if packed else None
+        shape = (1, sum(PACKED_LENGTHS)) if packed else (ROWS, LENGTH)
+        ids = torch.randint(3, vocab_size, shape, generator=generator)
+        positions = (torch.cat([torch.arange(n) for n in lengths])[None] if packed else torch.arange(LENGTH).expand(shape).contiguous())
+        out.append({'ids': ids, 'labels': torch.randint(3, vocab_size, shape, generator=generator), 'positions': positions,
+                    'lengths': lengths})
+    return out
+
+
+# ---------------------------------------------------------------- transformers, in the test's own process
+
+
+def reference(folder: Path, packed: bool) -> Outcome:
+    """The same step with transformers and torch's AdamW, on the mean loss of all tokens."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation='eager').train()
+    batches = micro_batches(model.config.vocab_size, packed)
+    tokens = sum(batch['ids'].numel() for batch in batches)
+    logits, total = [], 0.
+    for batch in batches:
+        pieces = batch['ids'].split(batch['lengths'], 1) if packed else [batch['ids']]
+        out = torch.cat([model(piece).logits for piece in pieces], 1)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), batch['labels'].flatten(), reduction='sum') / tokens
+        loss.backward()
+        logits.append(out.detach())
+        total += loss.item()
+    before = {name: value.clone() for name, value in _state(model).items()}
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    torch.optim.AdamW([{'params': decayed}, {'params': plain, 'weight_decay': 0.}], **ADAM).step()
+    return Outcome(loss=total, logits=logits, exported=before, gradients=split_experts(gradients), norm_plain=norm, norm_distributed=norm,
+                   updated=split_experts(dict(_state(model))))
+
+
+def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def split_experts(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 stacks a layer's experts in one parameter; checkpoints and mcore-bridge name each expert's matrices."""
+    out = {}
+    for name, value in named.items():
+        if name.endswith('.experts.gate_up_proj'):
+            for index, both in enumerate(value):
+                gate, up = both.chunk(2)
+                out[f'{name[:-len("gate_up_proj")]}{index}.gate_proj.weight'] = gate
+                out[f'{name[:-len("gate_up_proj")]}{index}.up_proj.weight'] = up
+        elif name.endswith('.experts.down_proj'):
+            for index, down in enumerate(value):
+                out[f'{name[:-len("down_proj")]}{index}.down_proj.weight'] = down
+        else:
+            out[name] = value
+    return out
+
+
+# ---------------------------------------------------------------- mcore-bridge, on a rank
+
+
+def initialize(layout: Layout) -> None:
+    """Megatron's process groups and random states. Collective."""
+    from megatron.core import mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    mpu.initialize_model_parallel(
+        layout.tp, layout.pp, virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp)
+    model_parallel_cuda_manual_seed(1)
+
+
+def build_models(folder: Path, layout: Layout, **options: Any) -> tuple[Any, list[torch.nn.Module]]:
+    """(configuration, model chunks of this rank) with the folder's weights. Collective."""
+    from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+    from transformers import AutoConfig
+
+    from swift_megatron_grpo.parallel_attributes import mark_tensor_parallel
+    fields = hf_to_mcore_config(AutoConfig.from_pretrained(folder))
+    if fields.get('num_moe_experts'):
+        fields['moe_router_load_balancing_type'] = 'none'
+    fields.update(options)
+    config = ModelConfig(
+        params_dtype=torch.float32, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, calculate_per_token_loss=True, **fields)
+    models = get_mcore_model(config)
+    config.bridge.load_weights(models, str(folder))
+    mark_tensor_parallel(models)
+    return config, models
+
+
+def _local_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's part of a micro-batch, with PackedSeqParams where it is packed."""
+    from mcore_bridge import split_cp_inputs
+    from megatron.core import mpu
+    from megatron.core.packed_seq_params import PackedSeqParams
+    cumulative = packed = None
+    if batch['lengths'] is not None:
+        cumulative = torch.tensor([0, *batch['lengths']]).cumsum(0).int()
+        longest = max(batch['lengths'])
+        packed = PackedSeqParams(qkv_format='thd', cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=longest,
+                                 max_seqlen_kv=longest, cu_seqlens_q_padded=cumulative, cu_seqlens_kv_padded=cumulative)
+    split = (lambda x: split_cp_inputs(x, cumulative, 1)) if mpu.get_context_parallel_world_size() > 1 else (lambda x: x)
+    return {name: split(batch[name]) for name in ('ids', 'labels', 'positions')} | {'packed': packed, 'cumulative': cumulative}
+
+
+def _whole_logits(logits: torch.Tensor, batch: dict[str, Any], vocab_size: int) -> torch.Tensor:
+    """(B, T/cp, V/tp) -> (B, T, V). Collective over the TP and the CP group."""
+    from mcore_bridge.utils.megatron_utils import reconstruct_tensor_cp
+    from megatron.core import mpu
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+        torch.distributed.all_gather(parts, logits.contiguous(), group=mpu.get_tensor_model_parallel_group())
+        logits = torch.cat(parts, -1)
+    return reconstruct_tensor_cp(logits.contiguous(), batch['packed'], 1)[..., :vocab_size].clone()
+
+
+class Step:
+    """Forward and backward of all micro-batches through Megatron's schedule."""
+
+    def __init__(self, layout: Layout, config: Any, vocab_size: int, packed: bool) -> None:
+        from megatron.core import mpu
+        self.layout, self.config, self.vocab_size = layout, config, vocab_size
+        every = micro_batches(vocab_size, packed)
+        dp, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.mine = [_local_batch(batch) for batch in every[dp::size]]
+        self.indices = list(range(NUM_MICRO_BATCHES))[dp::size]
+        self.length = every[0]['ids'].shape[1]
+        self.rows = every[0]['ids'].shape[0]
+
+    def run(self, models: list[torch.nn.Module], *, forward_only: bool) -> tuple[float, dict[int, torch.Tensor]]:
+        """(loss sum of this rank's tokens, logits by micro-batch index); both only on the last pipeline stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        logits: dict[int, torch.Tensor] = {}
+
+        def forward_step(iterator: Any, model: torch.nn.Module) -> Any:
+            index, batch = next(iterator)
+            output = model(input_ids=batch['ids'], position_ids=batch['positions'], attention_mask=None, packed_seq_params=batch['packed'],
+                           labels=None if forward_only else batch['labels'])
+
+            def loss(tensor: torch.Tensor) -> Any:
+                if forward_only:
+                    logits[index] = _whole_logits(tensor.detach(), batch, self.vocab_size)
+                    return tensor.float().sum() * 0, {'loss': 0.}
+                total = tensor.float().sum()
+                return total, torch.tensor(tensor.numel()), {'loss': total.item()}
+
+            return output, loss
+
+        # Interleaved stages each walk the micro-batches in the same order, with an iterator of their own.
+        iterators = [iter(list(zip(self.indices, self.mine))) for _ in models]
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iterators if len(models) > 1 else iterators[0], model=models if len(models) > 1 else models,
+            num_microbatches=len(self.mine), seq_length=self.length // self.layout.cp, micro_batch_size=self.rows, forward_only=forward_only)
+        return sum(entry['loss'] for entry in reduced), logits
+
+
+def _wrapped(config: Any, models: list[torch.nn.Module], distributed: bool) -> tuple[list[Any], Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer='adam', lr=ADAM['lr'], adam_beta1=ADAM['betas'][0], adam_beta2=ADAM['betas'][1], adam_eps=ADAM['eps'],
+                        weight_decay=ADAM['weight_decay'], params_dtype=torch.float32, use_distributed_optimizer=distributed, clip_grad=1e9),
+        wrapped)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return wrapped, optimizer
+
+
+def _export(config: Any, models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in config.bridge.export_weights(models)}
+
+
+def _exported_gradients(config: Any, models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Gradients by Hugging Face name: the bridge's export is linear in the weights, so that it serves gradients too."""
+    saved = [(parameter, parameter.data) for model in models for parameter in model.parameters()]
+    for parameter, _ in saved:
+        parameter.data = parameter.main_grad.clone()
+    try:
+        return _export(config, models)
+    finally:
+        for parameter, data in saved:
+            parameter.data = data
+
+
+def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **options: Any) -> Outcome | None:
+    """A whole training step on this rank, twice: with the plain and with the distributed optimizer. Rank 0 returns the outcome."""
+    import torch.distributed as dist
+    layout = Layout(**layout_fields)
+    initialize(layout)
+    config, models = build_models(folder, layout, **options)
+    vocab_size = config.hf_config.get_text_config().vocab_size if config.hf_config is not None else config.padded_vocab_size
+    step = Step(layout, config, vocab_size, packed)
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        _, logits = step.run(models, forward_only=True)
+    exported = _export(config, models)
+    for model in models:
+        model.train()
+    norms, losses = {}, {}
+    gradients: dict[str, torch.Tensor] = {}
+    for distributed in (False, True):
+        config, models = build_models(folder, layout, **options)
+        wrapped, optimizer = _wrapped(config, models, distributed)
+        for chunk in wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses[distributed], _ = step.run(wrapped, forward_only=False)
+        if not distributed:
+            gradients = _exported_gradients(config, models)
+        _, norms[distributed], _ = optimizer.step()
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (losses[True], logits))
+    updated = _export(config, models)
+    if dist.get_rank() != 0:
+        return None
+    whole: dict[int, torch.Tensor] = {}
+    for _, part in everything:
+        whole.update(part)
+    tokens = NUM_MICRO_BATCHES * step.rows * step.length
+    loss = sum(part for part, _ in everything) / tokens / layout.tp
+    return Outcome(loss=loss, logits=[whole[index] for index in range(NUM_MICRO_BATCHES)], exported=exported, gradients=gradients,
+                   norm_plain=float(norms[False]), norm_distributed=float(norms[True]), updated=updated)
+
+
+def fields(layout: Layout) -> dict[str, Any]:
+    """A layout as it travels to the ranks."""
+    return asdict(layout)
