@@ -62,7 +62,7 @@ def make_step(lengths=LENGTHS, truncated=TRUNCATED, on_policy=False, seed=0) -> 
     drift = torch.repeat_interleave(torch.randn(len(lengths), generator=draw) * 0.4, torch.tensor(lengths))
     old = new - noise(0.4) - drift
     return Step(torch.tensor(lengths), truncated_S, torch.tensor(ADVANTAGES), new, None if on_policy else old, new + noise(0.7),
-                (new if on_policy else old) + noise(0.5) + drift, torch.rand(tokens, generator=draw))
+                (new if on_policy else old) + noise(0.5), torch.rand(tokens, generator=draw))
 
 
 def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: torch.Tensor | None = None):

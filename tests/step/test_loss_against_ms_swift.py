@@ -53,14 +53,14 @@ def assert_close_gradients(actual, expected):
 
 @pytest.mark.parametrize('switch', SWITCHES)
 @pytest.mark.parametrize('loss_type, level', list(itertools.product(LOSS_TYPES, LEVELS)))
-def test_loss_and_gradient_equal_ms_swift_in_every_split(loss_type, level, switch):
+def test_loss_and_gradient_equal_ms_swift_however_the_step_is_cut(loss_type, level, switch):
     config, step, overlong_filter = build(loss_type, level, SWITCHES[switch])
     if loss_type == 'real' and config.kl_in_reward:  # ms-swift stops with a TypeError there: it reads the KL that it did not compute
         expected = reference_loss(replace(config, beta=0.0), step, overlong_filter)
     else:
         expected = reference_loss(config, step, overlong_filter)
     expected_loss, expected_gradient, _ = expected
-    for micro_batches in SPLITS.values():
+    for micro_batches in SPLITS.values() if switch in ('plain', 'everything') else [SPLITS['groups torn apart']]:
         loss, gradient, _ = our_loss(config, step, overlong_filter, micro_batches)
         assert torch.isfinite(gradient).all()
         assert_close_losses(loss, expected_loss)
