@@ -92,7 +92,7 @@ class _Worker:
                            PYTHONPATH=os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])]))
         with open(self.log, 'wb') as log:
             self.process = subprocess.Popen(
-                [sys.executable, '-u', '-m', 'tests.rank_pool', str(ask_out), str(tell_in)], stdin=subprocess.DEVNULL, stdout=log,
+                [sys.executable, '-u', '-m', 'tests.rank_pool', str(ask_out), str(tell_in), str(directory)], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, pass_fds=(ask_out, tell_in), cwd=REPOSITORY, env=environment, start_new_session=True)
         os.close(ask_out)
         os.close(tell_in)
@@ -229,9 +229,10 @@ class RankPool:
 # ---------------------------------------------------------------- the worker's side
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, directory: str) -> None:
     while os.getppid() == parent:
         time.sleep(1.)
+    shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -269,6 +270,10 @@ def _clean() -> None:
         num_microbatches_calculator.unset_num_microbatches_calculator()
         random._CUDA_RNG_STATE_TRACKER = None
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if 'mcore_bridge.bridge.gpt_bridge' in sys.modules:
+        # mcore-bridge keeps the first process group that it made, for good: a second world in one process would talk in it.
+        bridge = sys.modules['mcore_bridge.bridge.gpt_bridge']
+        bridge.EP_PP_GROUP = bridge.EP_PP_RANK = bridge.EP_PP_SIZE = None
     if 'accelerate.state' in sys.modules:
         from accelerate.state import AcceleratorState, PartialState
         AcceleratorState._reset_state()
@@ -304,9 +309,9 @@ def _warm_up() -> Answer:
         return Answer(value=None, error=b'', text='', trace=traceback.format_exc())
 
 
-def _work(ask: connection.Connection, tell: connection.Connection) -> None:
+def _work(ask: connection.Connection, tell: connection.Connection, directory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(), directory), daemon=True).start()
     tell.send_bytes(pickle.dumps(_warm_up()))
     while True:
         try:
@@ -326,4 +331,5 @@ def _work(ask: connection.Connection, tell: connection.Connection) -> None:
 if __name__ == '__main__':
     # The classes that are pickled must carry the name under which the test knows this module.
     from tests import rank_pool
-    rank_pool._work(connection.Connection(int(sys.argv[1]), writable=False), connection.Connection(int(sys.argv[2]), readable=False))
+    rank_pool._work(connection.Connection(int(sys.argv[1]), writable=False), connection.Connection(int(sys.argv[2]), readable=False),
+                    sys.argv[3])

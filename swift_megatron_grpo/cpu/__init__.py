@@ -11,7 +11,7 @@ import sys
 
 from swift_megatron_grpo.cpu.limits import refuse_unsupported
 
-__all__ = ['activate', 'is_active', 'is_needed', 'refuse_unsupported']
+__all__ = ['activate', 'has_accelerator', 'is_active', 'is_needed', 'refuse_unsupported']
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ ENVIRONMENT = {
 _state: dict[str, bool] = {}
 
 
-def _has_accelerator() -> bool:
+def has_accelerator() -> bool:
+    """Whether torch has a device that Megatron-Core or vLLM can use. Any process; imports torch, changes nothing."""
     import torch
     if torch.cuda.is_available():
         return True
@@ -44,7 +45,7 @@ def is_needed() -> bool:
     """Whether this machine has neither an accelerator nor Transformer Engine. Any process; imports torch, changes nothing."""
     if is_active():
         return True
-    return importlib.util.find_spec('transformer_engine') is None and not _has_accelerator()
+    return importlib.util.find_spec('transformer_engine') is None and not has_accelerator()
 
 
 def activate() -> bool:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed
 import torch.utils._device
 
-from swift_megatron_grpo.cpu.patches import patch
+from swift_megatron_grpo.cpu.patches import PLATFORM
+from swift_megatron_grpo.passport import Passport
 
 CPU = torch.device('cpu')
 UPSTREAM = 'megatron-core (and mcore-bridge, ms-swift) allocate with device="cuda" or torch.cuda.current_device()'
-VERSIONS = 'torch 2.13; megatron-core 0.16.1; mcore-bridge 1.6.5; ms-swift 4.6.0'
+VERSIONS = 'torch>=2.9, megatron-core>=0.16,<0.20'
 WHEN = 'megatron-core takes its device from torch.accelerator or from its configuration'
 
 _FACTORIES = ('empty', 'zeros', 'ones', 'full', 'tensor', 'as_tensor', 'arange', 'eye', 'linspace', 'logspace', 'rand', 'randn', 'randint',
@@ -53,8 +54,14 @@ def _wrap_factory(owner: Any, name: str) -> None:
     setattr(owner, name, factory)
 
 
-@patch(breaks_without='"Torch not compiled with CUDA enabled" at the first buffer that Megatron allocates', upstream=UPSTREAM,
-       versions=VERSIONS, can_go_when=WHEN)
+@PLATFORM.patch(Passport(
+    name='device-factories',
+    target='torch:empty, torch.Tensor:new_empty',
+    breaks='"Torch not compiled with CUDA enabled" at the first buffer that Megatron allocates',
+    reference=UPSTREAM,
+    versions=VERSIONS,
+    remove_when=WHEN,
+))
 def redirect_factories() -> None:
     # The cached list of constructors must hold the originals, or `with torch.device('meta')` stops working, silently.
     torch.utils._device._device_constructors()
@@ -78,8 +85,14 @@ def _wrap_to(owner: type) -> None:
     owner.to = to
 
 
-@patch(breaks_without='"Torch not compiled with CUDA enabled" when a module or a batch is moved to the device', upstream=UPSTREAM,
-       versions=VERSIONS, can_go_when=WHEN)
+@PLATFORM.patch(Passport(
+    name='device-moves',
+    target='torch.Tensor:to, torch.Tensor:cuda, torch.nn.Module:to, torch.nn.Module:cuda',
+    breaks='"Torch not compiled with CUDA enabled" when a module or a batch is moved to the device',
+    reference=UPSTREAM,
+    versions=VERSIONS,
+    remove_when=WHEN,
+))
 def redirect_moves() -> None:
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
@@ -182,8 +195,14 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-@patch(breaks_without='torch.cuda raises "No CUDA GPUs are available" from streams, events, memory figures and synchronisation',
-       upstream=UPSTREAM, versions=VERSIONS, can_go_when=WHEN)
+@PLATFORM.patch(Passport(
+    name='cuda-runtime',
+    target='torch.cuda:Stream, torch.cuda:current_device',
+    breaks='torch.cuda raises "No CUDA GPUs are available" from streams, events, memory figures and synchronisation',
+    reference=UPSTREAM,
+    versions=VERSIONS,
+    remove_when=WHEN,
+))
 def stand_in_cuda_runtime() -> None:
     stream = Stream()
 
@@ -214,8 +233,14 @@ def stand_in_cuda_runtime() -> None:
         setattr(torch.cuda.nvtx, name, nothing)
 
 
-@patch(breaks_without="Megatron's RNG tracker reads and sets CUDA generators; dropout in a tensor-parallel region would draw from no seed",
-       upstream='megatron/core/tensor_parallel/random.py', versions=VERSIONS, can_go_when=WHEN)
+@PLATFORM.patch(Passport(
+    name='one-random-stream',
+    target='torch.cuda:get_rng_state, torch.cuda:manual_seed, torch.cuda:_lazy_call',
+    breaks="Megatron's RNG tracker reads and sets CUDA generators; dropout in a tensor-parallel region would draw from no seed",
+    reference='megatron/core/tensor_parallel/random.py',
+    versions=VERSIONS,
+    remove_when=WHEN,
+))
 def one_random_stream() -> None:
     # torch.manual_seed seeds the one generator there is and then calls manual_seed_all, which has nothing left to seed.
     generator = torch.default_generator
@@ -230,9 +255,14 @@ def one_random_stream() -> None:
     torch.cuda._lazy_call = lambda function, **kwargs: function()
 
 
-@patch(breaks_without='"Wrapped parameters must be one of ..." from the optimizers: they compare Tensor.type() with torch.cuda.FloatTensor',
-       upstream='megatron/core/optimizer/{distrib_optimizer,optimizer,clip_grads}.py', versions=VERSIONS,
-       can_go_when='megatron-core compares dtypes instead of type names')
+@PLATFORM.patch(Passport(
+    name='cuda-type-names',
+    target='torch.Tensor:type, torch.cuda:FloatTensor',
+    breaks='"Wrapped parameters must be one of ..." from the optimizers: they compare Tensor.type() with torch.cuda.FloatTensor',
+    reference='megatron/core/optimizer/{distrib_optimizer,optimizer,clip_grads}.py',
+    versions=VERSIONS,
+    remove_when='megatron-core compares dtypes instead of type names',
+))
 def cuda_type_names() -> None:
     for kind in ('Float', 'Double', 'Half', 'BFloat16', 'Long', 'Int', 'Short', 'Char', 'Byte', 'Bool'):
         setattr(torch.cuda, f'{kind}Tensor', getattr(torch, f'{kind}Tensor'))
@@ -249,9 +279,14 @@ def cuda_type_names() -> None:
     torch.Tensor.type = type_
 
 
-@patch(breaks_without='"only integer tensors ... int" from gloo: the MoE dispatcher passes its split sizes as tensors or numpy integers',
-       upstream='megatron/core/tensor_parallel/mappings.py (all_to_all), megatron/core/transformer/moe/token_dispatcher.py',
-       versions=VERSIONS, can_go_when='the dispatcher converts its splits with tolist()')
+@PLATFORM.patch(Passport(
+    name='integer-splits',
+    target='torch.distributed:all_to_all_single',
+    breaks='"only integer tensors ... int" from gloo: the MoE dispatcher passes its split sizes as tensors or numpy integers',
+    reference='megatron/core/tensor_parallel/mappings.py (all_to_all), megatron/core/transformer/moe/token_dispatcher.py',
+    versions=VERSIONS,
+    remove_when='the dispatcher converts its splits with tolist()',
+))
 def integer_splits() -> None:
     original = torch.distributed.all_to_all_single
 
@@ -266,22 +301,63 @@ def integer_splits() -> None:
     torch.distributed.all_to_all_single = torch.distributed.distributed_c10d.all_to_all_single = all_to_all_single
 
 
-@patch(breaks_without='TorchScript and the inductor cannot read the wrapped factories, and want a C++ compiler',
-       upstream='megatron/core/jit.py; swift/sequence_parallel/zigzag_ring_attn.py', versions=VERSIONS,
-       can_go_when='the factories are no longer wrapped')
+@PLATFORM.patch(Passport(
+    name='uneven-lists',
+    target='torch.distributed:all_gather, torch.distributed:reduce_scatter',
+    breaks='"invalid tensor size" from gloo with expert tensor parallelism: each rank of the group holds another number of tokens',
+    reference='megatron/core/tensor_parallel/mappings.py: _gather_along_first_dim and _reduce_scatter_along_first_dim with split sizes',
+    versions='torch 2.13 (gloo)',
+    remove_when='gloo gathers and scatters lists of tensors of different sizes, as NCCL does',
+))
+def uneven_lists() -> None:
+    c10d = torch.distributed.distributed_c10d
+    even_gather, even_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
+
+    def even(tensors: list[torch.Tensor]) -> bool:
+        return len({tensor.shape for tensor in tensors}) == 1
+
+    @functools.wraps(even_gather)
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or even(tensor_list):
+            return even_gather(tensor_list, tensor, group, async_op)
+        for index, (rank, out) in enumerate(zip(torch.distributed.get_process_group_ranks(group), tensor_list, strict=True)):
+            part = tensor.contiguous() if index == torch.distributed.get_rank(group) else torch.empty_like(out)
+            torch.distributed.broadcast(part, rank, group)
+            out.copy_(part)
+        return None
+
+    @functools.wraps(even_scatter)
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM, group: Any = None,
+                       async_op: bool = False) -> Any:
+        if async_op or even(input_list):
+            return even_scatter(output, input_list, op, group, async_op)
+        for index, (rank, part) in enumerate(zip(torch.distributed.get_process_group_ranks(group), input_list, strict=True)):
+            total = part.clone(memory_format=torch.contiguous_format)
+            torch.distributed.reduce(total, rank, op, group)
+            if index == torch.distributed.get_rank(group):
+                output.copy_(total)
+        return None
+
+    torch.distributed.all_gather = c10d.all_gather = all_gather
+    torch.distributed.reduce_scatter = c10d.reduce_scatter = reduce_scatter
+
+
+@PLATFORM.patch(Passport(
+    name='no-compilation',
+    target='torch.jit:script',
+    breaks='TorchScript and the inductor cannot read the wrapped factories, and want a C++ compiler',
+    reference='megatron/core/jit.py; swift/sequence_parallel/zigzag_ring_attn.py',
+    versions=VERSIONS,
+    remove_when='the factories are no longer wrapped',
+))
 def no_compilation() -> None:
     torch.jit._state.disable()
 
 
 def apply() -> None:
     """Apply all patches of this module, once."""
-    redirect_factories()
-    redirect_moves()
-    stand_in_cuda_runtime()
-    one_random_stream()
-    cuda_type_names()
-    integer_splits()
-    no_compilation()
+    PLATFORM.apply('device-factories', 'device-moves', 'cuda-runtime', 'one-random-stream', 'cuda-type-names', 'integer-splits',
+                   'uneven-lists', 'no-compilation')
 
 
 def describe() -> str:

@@ -8,12 +8,18 @@ import types
 from typing import Any
 from unittest.mock import MagicMock
 
-from swift_megatron_grpo.cpu.patches import patch
+from swift_megatron_grpo.cpu.patches import PLATFORM
+from swift_megatron_grpo.passport import Passport
 
 
-@patch(breaks_without="accelerate's gather_object and broadcast_object_list return their input: each rank keeps to itself, silently",
-       upstream='accelerate/state.py: without cpu=True a process without an accelerator counts as not distributed',
-       versions='accelerate 1.x', can_go_when='accelerate takes an initialised gloo group for what it is')
+@PLATFORM.patch(Passport(
+    name='accelerate-sees-the-group',
+    target='accelerate.state:PartialState.__init__',
+    breaks="accelerate's gather_object and broadcast_object_list return their input: each rank keeps to itself, silently",
+    reference='accelerate/state.py: without cpu=True a process without an accelerator counts as not distributed',
+    versions='accelerate 1.x',
+    remove_when='accelerate takes an initialised gloo group for what it is',
+))
 def accelerate_sees_the_group() -> None:
     from accelerate.state import PartialState
     original = PartialState.__init__
@@ -25,9 +31,14 @@ def accelerate_sees_the_group() -> None:
     PartialState.__init__ = __init__
 
 
-@patch(breaks_without='ModuleNotFoundError: mcore_bridge and megatron.core.ssm import triton without a guard, for kernels never called here',
-       upstream='mcore_bridge/model/modules/kernels/qsa_block_sparse_attn.py; megatron/core/inference/contexts/fused_kv_append_kernel.py',
-       versions='mcore-bridge 1.6.5; megatron-core 0.16.1', can_go_when='these imports are guarded')
+@PLATFORM.patch(Passport(
+    name='triton-names',
+    target='sys:modules',
+    breaks='ModuleNotFoundError: mcore_bridge and megatron.core.ssm import triton without a guard, for kernels never called here',
+    reference='mcore_bridge/model/modules/kernels/qsa_block_sparse_attn.py; megatron/core/inference/contexts/fused_kv_append_kernel.py',
+    versions='mcore-bridge 1.6.5; megatron-core 0.16.1',
+    remove_when='these imports are guarded',
+))
 def triton_names() -> None:
     if importlib.util.find_spec('triton') is not None:
         return
@@ -62,15 +73,18 @@ class _OneStream(logging.Filter):
         return record.msg != 'CPU RNG state changed within GPU RNG context'
 
 
-@patch(breaks_without='a warning for each forked random state: host and device draw from one generator here, as is documented',
-       upstream='megatron/core/tensor_parallel/random.py: CudaRNGStatesTracker.fork', versions='megatron-core 0.16.1',
-       can_go_when='the tracker works on torch.Generator objects')
+@PLATFORM.patch(Passport(
+    name='quiet-random-fork',
+    target='logging:getLogger',
+    breaks='a warning for each forked random state: host and device draw from one generator here, as is documented',
+    reference='megatron/core/tensor_parallel/random.py: CudaRNGStatesTracker.fork',
+    versions='megatron-core 0.16.1',
+    remove_when='the tracker works on torch.Generator objects',
+))
 def quiet_random_fork() -> None:
     logging.getLogger('megatron.core.tensor_parallel.random').addFilter(_OneStream())
 
 
 def apply() -> None:
     """Apply all patches of this module, once."""
-    accelerate_sees_the_group()
-    triton_names()
-    quiet_random_fork()
+    PLATFORM.apply('accelerate-sees-the-group', 'triton-names', 'quiet-random-fork')

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from swift_megatron_grpo.hooks import command_line
 STAND_IN_FILE = Path(__file__).with_name('swift_cli.py')
 
 
-class _EmptyPackageLoader:
+class _EmptyPackageLoader(Loader):
     """Creates a package and runs nothing: its submodules are found in the real folder."""
 
     def create_module(self, spec):
@@ -20,7 +21,7 @@ class _EmptyPackageLoader:
         pass
 
 
-class _CallbackLoader:
+class _CallbackLoader(Loader):
     """The real loader, and one call after the module has run. It takes itself out of the module's attributes again."""
 
     def __init__(self, loader, callback) -> None:

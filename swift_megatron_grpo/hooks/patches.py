@@ -6,6 +6,7 @@ official door and needs no passport.
 
 import sys
 from types import ModuleType
+from typing import Any
 
 from swift_megatron_grpo.passport import Passport, PatchRegistry
 
@@ -30,7 +31,7 @@ def _rlhf_main_door() -> None:
 
     from swift_megatron_grpo.hooks import command_line
 
-    module = sys.modules['swift.pipelines.train.rlhf']
+    module: Any = sys.modules['swift.pipelines.train.rlhf']
     original = module.rlhf_main
 
     @functools.wraps(original)

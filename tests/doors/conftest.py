@@ -1,3 +1,3 @@
-"""Fixtures of this folder; the machinery is in conftest_doors.py so that the tests can import it by name."""
+"""Fixtures of this folder; the machinery is in environments.py so that the tests can import it by name."""
 
-from conftest_doors import bare_env, job, stub_env, wheel_env  # noqa: F401
+from tests.doors.environments import bare_env, job, stub_env, wheel_env  # noqa: F401

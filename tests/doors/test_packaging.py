@@ -5,7 +5,7 @@ import statistics
 import time
 
 import pytest
-from conftest_doors import copy_source, install, make_environment
+from tests.doors.environments import copy_source, install, make_environment
 
 PTH = 'swift_megatron_grpo_autoload.pth'
 IS_ON = 'import sys; print(any(type(f).__module__.startswith("swift_megatron_grpo") for f in sys.meta_path))'

@@ -9,7 +9,7 @@ NUM_MICRO_BATCHES = 4
 ROWS = 2
 LENGTH = 32
 PACKED_LENGTHS = (24, 4, 12, 8)  # multiples of 4: two chunks a rank of context parallel 2
-ADAM = {'lr': 1e-3, 'betas': (0.9, 0.95), 'eps': 1e-8, 'weight_decay': 0.1}
+ADAM = {'lr': 1e-3, 'betas': (0.9, 0.95), 'eps': 1e-3, 'weight_decay': 0.1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +71,7 @@ def reference(folder: Path, packed: bool) -> Outcome:
     before = {name: value.clone() for name, value in _state(model).items()}
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
-    torch.optim.AdamW([{'params': decayed}, {'params': plain, 'weight_decay': 0.}], **ADAM).step()
+    torch.optim.AdamW(model.parameters(), **ADAM).step()
     return Outcome(loss=total, logits=logits, exported=before, gradients=split_experts(gradients), norm_plain=norm, norm_distributed=norm,
                    updated=split_experts(dict(_state(model))))
 
@@ -112,8 +110,8 @@ def initialize(layout: Layout) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build_models(folder: Path, layout: Layout, **options: Any) -> tuple[Any, list[torch.nn.Module]]:
-    """(configuration, model chunks of this rank) with the folder's weights. Collective."""
+def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options: Any) -> tuple[Any, list[torch.nn.Module]]:
+    """(configuration, model chunks of this rank) with the folder's weights. Collective. `marked=False` leaves attributes to upstream."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from transformers import AutoConfig
 
@@ -125,10 +123,12 @@ def build_models(folder: Path, layout: Layout, **options: Any) -> tuple[Any, lis
     config = ModelConfig(
         params_dtype=torch.float32, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, calculate_per_token_loss=True, **fields)
+        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None,
+        calculate_per_token_loss=True, **fields)
     models = get_mcore_model(config)
     config.bridge.load_weights(models, str(folder))
-    mark_tensor_parallel(models)
+    if marked:
+        mark_tensor_parallel(models)
     return config, models
 
 
@@ -193,8 +193,9 @@ class Step:
         # Interleaved stages each walk the micro-batches in the same order, with an iterator of their own.
         iterators = [iter(list(zip(self.indices, self.mine))) for _ in models]
         reduced = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators if len(models) > 1 else iterators[0], model=models if len(models) > 1 else models,
-            num_microbatches=len(self.mine), seq_length=self.length // self.layout.cp, micro_batch_size=self.rows, forward_only=forward_only)
+            forward_step_func=forward_step, data_iterator=iterators if len(models) > 1 else iterators[0], model=models,
+            num_microbatches=len(self.mine), seq_length=self.length // self.layout.cp, micro_batch_size=self.rows,
+            forward_only=forward_only)
         return sum(entry['loss'] for entry in reduced), logits
 
 
@@ -213,7 +214,12 @@ def _wrapped(config: Any, models: list[torch.nn.Module], distributed: bool) -> t
 
 
 def _export(config: Any, models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in config.bridge.export_weights(models)}
+    out: dict[str, torch.Tensor] = {}
+    for name, value in config.bridge.export_weights(models):
+        if name in out:
+            raise AssertionError(f'{name} is exported twice')
+        out[name] = value.clone()
+    return out
 
 
 def _exported_gradients(config: Any, models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -234,19 +240,17 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
     layout = Layout(**layout_fields)
     initialize(layout)
     config, models = build_models(folder, layout, **options)
-    vocab_size = config.hf_config.get_text_config().vocab_size if config.hf_config is not None else config.padded_vocab_size
-    step = Step(layout, config, vocab_size, packed)
+    step = Step(layout, config, config.padded_vocab_size, packed)
     for model in models:
         model.eval()
     with torch.no_grad():
         _, logits = step.run(models, forward_only=True)
     exported = _export(config, models)
-    for model in models:
-        model.train()
     norms, losses = {}, {}
     gradients: dict[str, torch.Tensor] = {}
     for distributed in (False, True):
-        config, models = build_models(folder, layout, **options)
+        if distributed:
+            config, models = build_models(folder, layout, **options)
         wrapped, optimizer = _wrapped(config, models, distributed)
         for chunk in wrapped:
             chunk.train()
@@ -273,3 +277,53 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
 def fields(layout: Layout) -> dict[str, Any]:
     """A layout as it travels to the ranks."""
     return asdict(layout)
+
+
+def name(layout: Layout) -> str:
+    """For test identifiers. Example: 'tp2-sp-ep2'; 'one' for a single process."""
+    parts = [f'{key}{getattr(layout, key)}' for key in ('tp', 'pp', 'vpp', 'cp', 'ep', 'etp') if getattr(layout, key) not in (1, None)]
+    return '-'.join(parts + ['sp'] * layout.sp) or (f'dp{layout.world}' if layout.world > 1 else 'one')
+
+
+def save_and_reload(folder: Path, layout_fields: dict[str, Any], directory: str) -> tuple[bool, bool]:
+    """Train one step, save model and distributed optimizer, spoil both, load; whether weights and moments came back bit for bit."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, mpu
+    layout = Layout(**layout_fields)
+    initialize(layout)
+    config, models = build_models(folder, layout)
+    wrapped, optimizer = _wrapped(config, models, True)
+    step = Step(layout, config, config.padded_vocab_size, True)
+    for chunk in wrapped:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    step.run(wrapped, forward_only=False)
+    optimizer.step()
+    metadata = {'distrib_optim_sharding_type': 'fully_reshardable', 'distrib_optim_fully_reshardable_mem_efficient': False,
+                'dp_cp_group': mpu.get_data_parallel_group(with_context_parallel=True)}
+
+    def state(loading: bool) -> dict[str, Any]:
+        model = models[0].sharded_state_dict(metadata=metadata)
+        return {'model': model, 'optimizer': optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+
+    if dist.get_rank() == 0:
+        Path(directory).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state(False), directory)
+    weights = [parameter.detach().clone() for parameter in models[0].parameters()]
+    moments = [value.clone() for value in _moments(optimizer)]
+    with torch.no_grad():
+        for tensor in [*models[0].parameters(), *_moments(optimizer)]:
+            tensor.fill_(7.)
+    loaded = dist_checkpointing.load(state(True), directory)
+    models[0].load_state_dict(loaded['model'])
+    optimizer.load_state_dict(loaded['optimizer'])
+    return (all(torch.equal(a, b) for a, b in zip(weights, models[0].parameters(), strict=True)),
+            all(torch.equal(a, b) for a, b in zip(moments, _moments(optimizer), strict=True)) and len(moments) > 0)
+
+
+def _moments(optimizer: Any) -> list[torch.Tensor]:
+    chained = optimizer.chained_optimizers if hasattr(optimizer, 'chained_optimizers') else [optimizer]
+    return [value for part in chained for state in part.optimizer.state.values() for key, value in sorted(state.items())
+            if key in ('exp_avg', 'exp_avg_sq')]

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cpu.patches import patch
+from swift_megatron_grpo.cpu.patches import PLATFORM
 from swift_megatron_grpo.cpu.te import attention, base, grouped, linear, norm, optimizer, rng
+from swift_megatron_grpo.passport import Passport
 
 VERSION = '2.8.0'  # what decides in megatron-core which arguments are passed; the interfaces here are those of that release
 ROOT = 'transformer_engine'
@@ -30,6 +31,23 @@ class SplitAlongDim(torch.autograd.Function):
         if ctx.squeeze:
             grads = tuple(grad.unsqueeze(ctx.dim) for grad in grads)
         return torch.cat(grads, ctx.dim), None, None, None
+
+
+def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, rank: int) -> torch.Tensor:
+    """Positions in the packed buffer that context-parallel rank `rank` holds, int32, (total_tokens / cp_size,).
+
+    Of 2*cp_size equal chunks of each sequence it holds chunk rank and chunk 2*cp_size-1-rank. cu_seqlens counts padding. Example: one
+    sequence of 8 tokens, cp_size 2, rank 0 -> 0, 1, 6, 7.
+    """
+    bounds = cu_seqlens.tolist()
+    if bounds[-1] != total_tokens:
+        raise ValueError(f'cu_seqlens ends at {bounds[-1]}, the buffer has {total_tokens} tokens')
+    parts = []
+    for start, end in zip(bounds, bounds[1:]):
+        chunk = (end - start) // (2 * cp_size)
+        for index in (rank, 2 * cp_size - 1 - rank):
+            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, dtype=torch.int32))
+    return torch.cat(parts)
 
 
 def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> None:
@@ -82,9 +100,14 @@ def _module(name: str, **members: Any) -> None:
         setattr(sys.modules[parent], leaf, module)
 
 
-@patch(breaks_without='ModuleNotFoundError: mcore_bridge imports transformer_engine unconditionally, and builds on its layers',
-       upstream='mcore_bridge/model/register.py; megatron/core/extensions/transformer_engine.py',
-       versions='megatron-core 0.16.1; mcore-bridge 1.6.5', can_go_when='mcore-bridge builds on megatron-core\'s local layer specification')
+@PLATFORM.patch(Passport(
+    name='transformer-engine',
+    target='sys:modules',
+    breaks='ModuleNotFoundError: mcore_bridge imports transformer_engine unconditionally, and builds on its layers',
+    reference='mcore_bridge/model/register.py; megatron/core/extensions/transformer_engine.py',
+    versions='megatron-core 0.16.1; mcore-bridge 1.6.5',
+    remove_when="mcore-bridge builds on megatron-core's local layer specification",
+))
 def transformer_engine() -> None:
     recipes = ('Recipe', 'DelayedScaling', 'Float8CurrentScaling', 'Float8BlockScaling', 'MXFP8BlockScaling', 'NVFP4BlockScaling',
                'CustomRecipe')
@@ -112,10 +135,12 @@ def transformer_engine() -> None:
     _module(f'{pytorch}.module', **layers)
     _module(f'{pytorch}.module.base', TransformerEngineBaseModule=base.EngineModule)
     _module(f'{pytorch}.ops', **{name: _unavailable(name) for name in fusible})
+    # The compiled half of Transformer Engine, of which Megatron calls one function on this way.
+    _module(f'{ROOT}_torch', thd_get_partitioned_indices=thd_get_partitioned_indices)
     # Kernels that Megatron imports by name and calls only when moe_router_fusion is on, which is refused.
     _module(f'{pytorch}.router', fused_compute_score_for_moe_aux_loss=None, fused_moe_aux_loss=None, fused_topk_with_score_function=None)
 
 
 def apply() -> None:
     """Apply the patch of this module, once."""
-    transformer_engine()
+    PLATFORM.apply('transformer-engine')

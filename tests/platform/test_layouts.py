@@ -1,0 +1,124 @@
+"""Megatron-Core on the CPU platform against transformers, in each layout: logits, export, gradients, gradient norm, updated weights."""
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.platform import layouts
+from tests.platform.layouts import Layout
+
+DENSE = [
+    Layout(),
+    Layout(world=2),
+    Layout(tp=2, world=2),
+    Layout(tp=2, sp=True, world=2),
+    Layout(pp=2, world=2),
+    Layout(pp=2, vpp=2, world=2),
+    Layout(cp=2, world=2),
+]
+EXPERTS = [
+    Layout(),
+    Layout(ep=2, world=2),
+    Layout(cp=2, ep=2, world=2),
+    Layout(tp=2, sp=True, etp=2, world=2),
+    Layout(tp=2, sp=True, ep=2, world=2),
+    Layout(tp=2, sp=True, ep=2, etp=2, world=4),
+]
+RUNS = ([('qwen3', {}, layout) for layout in DENSE] + [('qwen3_moe', {}, layout) for layout in EXPERTS]
+        + [('qwen3', {'tie_word_embeddings': True}, layout) for layout in (Layout(tp=2, world=2), Layout(pp=2, world=2))])
+
+
+def identify(run):
+    kind, changes, layout = run
+    return f'{kind}{"-tied" if changes else ""}-{layouts.name(layout)}'
+
+
+@pytest.fixture(scope='module', params=RUNS, ids=identify)
+def run(request):
+    return request.param
+
+
+@pytest.fixture(scope='module', params=[True, False], ids=['packed', 'rows'])
+def packed(request):
+    return request.param
+
+
+@pytest.fixture(scope='module')
+def references():
+    return {}
+
+
+@pytest.fixture(scope='module')
+def pair(run, packed, ranks, tiny_model, references):
+    """(what the ranks computed, what transformers computes, the folder)."""
+    kind, changes, layout = run
+    folder = tiny_model(kind, **changes)
+    key = (folder, packed)
+    if key not in references:
+        references[key] = layouts.reference(folder, packed)
+    outcome = ranks.run(layouts.one_step, folder, layouts.fields(layout), packed, world_size=layout.world)[0]
+    return outcome, references[key], folder
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_logits_and_loss_equal_transformers(pair):
+    outcome, reference, _ = pair
+    for mine, theirs in zip(outcome.logits, reference.logits, strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine - theirs).abs().max().item() < 2e-5
+    assert outcome.loss == pytest.approx(reference.loss, abs=2e-6)
+
+
+def test_export_returns_the_safetensors_exactly(pair):
+    outcome, _, folder = pair
+    stored = load_file(Path(folder) / 'model.safetensors')
+    assert sorted(outcome.exported) == sorted(stored)
+    assert [name for name in stored if not torch.equal(stored[name], outcome.exported[name])] == []
+
+
+def test_every_gradient_equals_transformers(pair):
+    outcome, reference, _ = pair
+    assert sorted(outcome.gradients) == sorted(reference.gradients)
+    wrong = {name: relative(outcome.gradients[name], value) for name, value in reference.gradients.items()}
+    assert {name: error for name, error in wrong.items() if error > 1e-5} == {}
+
+
+def test_gradient_norm_equals_the_one_process_norm(pair):
+    outcome, reference, _ = pair
+    assert outcome.norm_plain == pytest.approx(reference.norm_plain, rel=1e-5)
+    assert outcome.norm_distributed == pytest.approx(reference.norm_plain, rel=1e-5)
+
+
+def test_updated_weights_equal_torch_adamw(pair):
+    outcome, reference, _ = pair
+    assert {name: (outcome.updated[name] - value).abs().max().item()
+            for name, value in reference.updated.items() if not torch.allclose(outcome.updated[name], value, rtol=1e-5, atol=1e-6)} == {}
+
+
+def test_without_our_attributes_the_norm_leaves_shards_out(ranks, tiny_model, references):
+    """The fault that swift_megatron_grpo.parallel_attributes mends. When this fails, upstream has mended it."""
+    folder = tiny_model('qwen3')
+    reference = references.get((folder, True)) or layouts.reference(folder, True)
+    layout = Layout(tp=2, world=2)
+    outcome = ranks.run(layouts.one_step, folder, layouts.fields(layout), True, world_size=2, marked=False)[0]
+    assert reference.norm_plain == pytest.approx(2.0657, abs=1e-3)
+    assert outcome.norm_distributed < 0.95 * reference.norm_plain
+
+
+def test_a_vocabulary_that_tensor_parallel_does_not_divide_is_padded(ranks, tiny_model):
+    folder = tiny_model('qwen3', vocab_size=101)
+    reference = layouts.reference(folder, True)
+    for layout in (Layout(tp=2, world=2), Layout(tp=2, sp=True, world=2)):
+        outcome = ranks.run(layouts.one_step, folder, layouts.fields(layout), True, world_size=2)[0]
+        assert outcome.exported['lm_head.weight'].shape == (101, 64)
+        assert max((a - b).abs().max().item() for a, b in zip(outcome.logits, reference.logits, strict=True)) < 2e-5
+
+
+@pytest.mark.parametrize('layout', [Layout(world=2), Layout(tp=2, world=2), Layout(pp=2, world=2), Layout(ep=2, world=2)], ids=layouts.name)
+def test_checkpoint_of_model_and_distributed_optimizer_comes_back_bit_for_bit(layout, ranks, tiny_model, tmp_path):
+    folder = tiny_model('qwen3_moe' if layout.ep > 1 else 'qwen3')
+    assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), str(tmp_path / 'checkpoint'), world_size=2) == [(True, True)] * 2
