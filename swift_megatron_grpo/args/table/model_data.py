@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Table rows: model, template, data, tuner (see fields.py for the columns)."""
 
 ROWS = r"""

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Chinese for the sentences of the table and of docs/arguments.md; a sentence that is not here stays English."""
 
 SENTENCES: dict[str, str] = {
