@@ -210,10 +210,15 @@ def rewards_and_losses(t: Translation) -> None:
     teacher = t.effective('teacher_model') or t.effective('teacher_model_server')
     gym = t.effective('use_gym_env') or t.effective('gym_env')
     if not functions and not models and not teacher and not gym and not t.effective('multi_turn_scheduler'):
-        t.errors.append(
-            'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own with '
-            '--external_plugins), --reward_model, --gym_env, or --teacher_model.'
-        )
+        if t.effective('vllm_mode') == 'server' and t.effective('use_gym_env') is None:
+            t.warnings.append(
+                'No reward is named: the rollout server must run a gym environment (--use_gym_env true there), which gives it.'
+            )
+        else:
+            t.errors.append(
+                'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own '
+                'with --external_plugins), --reward_model, --gym_env, or --teacher_model.'
+            )
     known = rewards.known_names(t.effective('external_plugins') or [])
     for name in functions:
         if known is not None and name not in known:
