@@ -201,6 +201,12 @@ def engine(t: Translation) -> None:
                 f'vllm_max_model_len {limit} is less than max_length {t.effective("max_length")} + max_completion_length {completion}: the '
                 'longest prompts get shorter answers.'
             )
+    if use_vllm and t.effective('vllm_data_parallel_size') > 1:
+        t.errors.append(
+            f'--vllm_data_parallel_size {t.effective("vllm_data_parallel_size")}: colocated engines are world_size / '
+            'vllm_tensor_parallel_size replicas by themselves, and a server has its own (swift rollout --vllm_data_parallel_size). Leave '
+            'it out here.'
+        )
     if t.effective('vllm_enable_lora') and t.effective('tuner_type') == 'full':
         t.errors.append('--vllm_enable_lora true serves an adapter, and --tuner_type full trains none. Leave one of them out.')
 

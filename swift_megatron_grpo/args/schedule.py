@@ -113,10 +113,11 @@ def resolve_schedule(
         generations_per_epoch = prompts // per_generation
         steps_per_epoch = generations_per_epoch * steps_per_generation
         if generations_per_epoch == 0:
+            smaller = f', or a generation_batch_size of at most {prompts * batch.num_generations}' if prompts else ''
             errors.append(
                 f'The data has {prompts} prompts, and one generation takes {per_generation} (generation_batch_size '
                 f'{batch.generation_batch_size} / num_generations {batch.num_generations}): there would be no step at all. Give more data '
-                f'(--dataset FILE#{per_generation} repeats rows), or a generation_batch_size of at most {prompts * batch.num_generations}.'
+                f'(--dataset FILE#{per_generation} repeats rows){smaller}.'
             )
     total = train_iters
     if total is None and steps_per_epoch and epochs is not None:
