@@ -96,6 +96,8 @@ def test_steps_follow_from_generations_iterations_and_epochs(workplace):
     # 32 completions, 4 prompts a generation: 25 generations an epoch, 6 steps each
     assert (planned.generations_per_epoch, planned.optimizer_steps_per_epoch, planned.optimizer_steps) == (25, 150, 225)
     assert (planned.generations, planned.samples, planned.samples_per_epoch) == (38, 1216, 800)
+    half = plan_of('--micro_batch_size 1 --global_batch_size 32 --num_train_epochs 0.5', 4).schedule
+    assert (half.generations_per_epoch, half.optimizer_steps) == (25, 13), 'half of 25 steps, rounded up'
     bounded = plan_of('--micro_batch_size 1 --global_batch_size 16 --max_steps 7 --num_train_epochs 9', 4)
     assert (bounded.schedule.optimizer_steps, bounded.schedule.generations) == (7, 7)
     assert any('max_steps 7 wins over num_train_epochs 9' in warning for warning in bounded.warnings)
