@@ -1,4 +1,4 @@
-"""One optimizer step twice: through ms-swift's own GRPOTrainer, padded, in one micro-batch; and through ours, flat, in any micro-batches."""
+"""One optimizer step twice: through ms-swift's own GRPOTrainer, padded, in one micro-batch; and through ours, flat, cut in any way."""
 from __future__ import annotations
 
 import torch

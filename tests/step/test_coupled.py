@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swift_megatron_grpo.step import coupled
-from swift_megatron_grpo.step.coupled import covariance_band, covariances, entropy_keep, highest_covariance, needs_step_pass, real_coefficients
+from swift_megatron_grpo.step.coupled import (covariance_band, covariances, entropy_keep, highest_covariance, needs_step_pass,
+                                              real_coefficients)
 from swift_megatron_grpo.step.loss_config import LossConfig
 from swift_megatron_grpo.step.segments import discounted_suffix_sum, segment_logsumexp, segment_mean
 from tests.step.loss_reference import make_step, prepare
@@ -144,18 +145,18 @@ DROPPED_LEAVE = 46  # sequences 1 (1 token) and 4 (3 tokens) drifted by more tha
 
 
 @pytest.mark.parametrize('arguments, on_policy, expected', [
-    (dict(loss_type='grpo', beta=0.1), True, False),
-    (dict(loss_type='grpo', beta=0.1), False, False),
-    (dict(loss_type='real'), True, False),
-    (dict(loss_type='real'), False, True),
-    (dict(loss_type='real', off_policy_sequence_mask_delta=0.1), True, True),
-    (dict(loss_type='real', top_entropy_quantile=0.2), True, False),
-    (dict(loss_type='bnpo', off_policy_sequence_mask_delta=0.1), True, True),
-    (dict(loss_type='grpo', off_policy_sequence_mask_delta=0.1), False, False),
-    (dict(loss_type='grpo', top_entropy_quantile=0.2), True, True),
-    (dict(loss_type='dapo', kl_cov_ratio=0.01), True, True),
-    (dict(loss_type='dapo', clip_cov_ratio=0.01), True, True),
-    (dict(loss_type='dapo', log_entropy=True), True, False),
+    ({'loss_type': 'grpo', 'beta': 0.1}, True, False),
+    ({'loss_type': 'grpo', 'beta': 0.1}, False, False),
+    ({'loss_type': 'real'}, True, False),
+    ({'loss_type': 'real'}, False, True),
+    ({'loss_type': 'real', 'off_policy_sequence_mask_delta': 0.1}, True, True),
+    ({'loss_type': 'real', 'top_entropy_quantile': 0.2}, True, False),
+    ({'loss_type': 'bnpo', 'off_policy_sequence_mask_delta': 0.1}, True, True),
+    ({'loss_type': 'grpo', 'off_policy_sequence_mask_delta': 0.1}, False, False),
+    ({'loss_type': 'grpo', 'top_entropy_quantile': 0.2}, True, True),
+    ({'loss_type': 'dapo', 'kl_cov_ratio': 0.01}, True, True),
+    ({'loss_type': 'dapo', 'clip_cov_ratio': 0.01}, True, True),
+    ({'loss_type': 'dapo', 'log_entropy': True}, True, False),
 ])
 def test_who_needs_a_pass_over_the_step_first(arguments, on_policy, expected):
     assert needs_step_pass(LossConfig(**arguments), on_policy) is expected

@@ -88,12 +88,12 @@ def test_k3_at_its_bounds():
 
 
 @pytest.mark.parametrize('arguments', [
-    dict(loss_type='luspo', importance_sampling_level='sequence', beta=0.1),
-    dict(loss_type='gmpo', epsilon=0.4, beta=0.1, off_policy_sequence_mask_delta=0.05),
-    dict(loss_type='grpo', dual_clip=1.5, rollout_importance_sampling_mode='token_mask'),
-    dict(loss_type='dapo', kl_cov_ratio=0.2, kl_cov_coef=0.7, top_entropy_quantile=0.6),
-    dict(loss_type='dapo', clip_cov_ratio=0.3, clip_cov_low=0.0, top_entropy_quantile=0.6),
-    dict(loss_type='bnpo', clip_cov_ratio=0.3, clip_cov_low=0.0, off_policy_sequence_mask_delta=0.05),
+    {'loss_type': 'luspo', 'importance_sampling_level': 'sequence', 'beta': 0.1},
+    {'loss_type': 'gmpo', 'epsilon': 0.4, 'beta': 0.1, 'off_policy_sequence_mask_delta': 0.05},
+    {'loss_type': 'grpo', 'dual_clip': 1.5, 'rollout_importance_sampling_mode': 'token_mask'},
+    {'loss_type': 'dapo', 'kl_cov_ratio': 0.2, 'kl_cov_coef': 0.7, 'top_entropy_quantile': 0.6},
+    {'loss_type': 'dapo', 'clip_cov_ratio': 0.3, 'clip_cov_low': 0.0, 'top_entropy_quantile': 0.6},
+    {'loss_type': 'bnpo', 'clip_cov_ratio': 0.3, 'clip_cov_low': 0.0, 'off_policy_sequence_mask_delta': 0.05},
 ])
 def test_our_own_losses_do_not_depend_on_the_split(arguments):
     config, step = LossConfig(**arguments), make_step()
