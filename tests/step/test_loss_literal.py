@@ -124,3 +124,29 @@ def test_a_micro_batch_without_tokens_gives_zero_tied_to_the_graph(loss_type):
     assert parameter.grad.tolist() == [0.0, 0.0, 0.0]
     assert all(float(total) == 0.0 and float(count) == 0.0 for total, count in sums.means.values())
     assert all(float(value) == -math.inf for value in sums.maxima.values())
+
+
+@pytest.mark.parametrize('loss_type', sorted(LOSSES))
+@pytest.mark.parametrize('level', ['token', 'sequence', 'sequence_token'])
+def test_no_value_is_read_on_the_host(loss_type, level):
+    """A meta tensor has no values: whoever waits for the device to read one stops with an error here."""
+    if (loss_type == 'luspo' and level == 'token') or (loss_type == 'gmpo' and level != 'token'):
+        pytest.skip('refused by LossConfig')
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, log_entropy=True, epsilon_high=0.3,
+                        log_rollout_offpolicy_metrics=True, rollout_importance_sampling_mode='sequence_truncate',
+                        off_policy_sequence_mask_delta=0.1)
+
+    def floats():
+        return torch.empty(7, device='meta')
+
+    new_C = floats().requires_grad_()
+    loss, sums = policy_loss(
+        config,
+        LossInputs(new_logprobs_C=new_C, old_logprobs_C=floats(), advantages_C=floats(), weights_C=floats(),
+                   sequence_ids_C=torch.empty(7, dtype=torch.int64, device='meta'), num_sequences=3, ref_logprobs_C=floats(),
+                   rollout_logprobs_C=floats(), entropies_C=floats(), keep_C=torch.empty(7, dtype=torch.bool, device='meta'),
+                   coefficient_C=floats(), coupled_loss=torch.empty((), device='meta')))
+    loss.backward()
+    assert loss.shape == () and loss.device.type == 'meta'
+    assert new_C.grad.shape == (7, )
+    assert len(sums.means) >= 17
