@@ -173,6 +173,18 @@ def test_environment_tokens_between_two_turns_carry_no_loss(loss_type, level):
     assert_close_gradients(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize('loss_type', [name for name in LOSS_TYPES if name not in ('real', 'fipo')])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_teacher_s_advantages_token_by_token_equal_ms_swift(loss_type, level):
+    switches = {**EVERYTHING, 'off_policy_sequence_mask_delta': None}
+    config, step, overlong_filter = build(loss_type, level, {**switches, 'has_teacher': True, 'overlong_filter': True})
+    step.teacher_K, step.teacher_kl_coef = step.ref_K.flip(0), 0.6
+    expected_loss, expected_gradient, _ = reference_loss(config, step, overlong_filter)
+    loss, gradient, _ = our_loss(config, step, overlong_filter, SPLITS['groups torn apart'])
+    assert_close_losses(loss, expected_loss)
+    assert_close_gradients(gradient, expected_gradient)
+
+
 def test_overflow_at_a_masked_token_does_not_reach_the_gradient():
     step = make_step()
     step.new_K[step.ids_K == 7] = 1e4  # the truncated sequence: its ratio would be infinite
