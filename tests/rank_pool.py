@@ -274,6 +274,9 @@ def _clean() -> None:
         # mcore-bridge keeps the first process group that it made, for good: a second world in one process would talk in it.
         bridge = sys.modules['mcore_bridge.bridge.gpt_bridge']
         bridge.EP_PP_GROUP = bridge.EP_PP_RANK = bridge.EP_PP_SIZE = None
+    if 'mcore_bridge.bridge.gpt_bridge' in sys.modules:
+        from mcore_bridge.bridge import gpt_bridge
+        gpt_bridge.EP_PP_GROUP = gpt_bridge.EP_PP_RANK = gpt_bridge.EP_PP_SIZE = None  # of the case before
     if 'accelerate.state' in sys.modules:
         from accelerate.state import AcceleratorState, PartialState
         AcceleratorState._reset_state()
