@@ -57,6 +57,14 @@ def test_real_groups_are_by_id_may_differ_in_size_and_be_of_one_kind():
     assert coefficient_K[ids_K == 1].tolist() == [0.0]
 
 
+def test_a_filtered_sequence_is_a_negative_of_score_zero_without_gradient():
+    """As in ms-swift: positive kept with s = 0, positive filtered: log 2 from each side, gradient on the kept one alone."""
+    coefficient_K, value = real_coefficients(0.5, torch.tensor([0.0, 3.0]), torch.tensor([1.0, 1.0]), torch.tensor([True, False]),
+                                             torch.tensor([0, 1]), torch.tensor([0, 0]))
+    assert coefficient_K.tolist() == [-1.0, 0.0]
+    assert float(value) == pytest.approx(2 * math.log(2))
+
+
 def test_real_gradient_is_bounded_far_from_the_old_policy():
     coefficient_K, value = real_coefficients(0.1, torch.tensor([-300.0, 300.0]), torch.tensor([1.0, -1.0]),
                                              torch.ones(2, dtype=torch.bool), torch.tensor([0, 1]), torch.tensor([0, 0]))

@@ -108,6 +108,17 @@ def test_metrics_carry_the_names_and_numbers_of_ms_swift(loss_type, mode):
         assert split[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize('loss_type', ['grpo', 'cispo', 'fipo', 'bnpo'])
+def test_kl_and_clip_metrics_leave_out_what_ms_swift_leaves_out(loss_type):
+    config, step, overlong_filter = build(loss_type, 'token', SWITCHES['everything'])
+    _, _, expected = reference_loss(config, step, overlong_filter)
+    _, _, metrics = our_loss(config, step, overlong_filter, SPLITS['groups torn apart'])
+    names = [name for name in expected if name.startswith(('kl', 'cispo', 'fipo', 'clip_ratio')) and not name.endswith(('min', 'max'))]
+    assert len(names) == {'grpo': 4, 'bnpo': 4, 'cispo': 2, 'fipo': 7}[loss_type]
+    for name in names:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
 def test_metrics_do_not_depend_on_the_split():
     config, step, overlong_filter = build('fipo', 'token', {**SWITCHES['everything'], 'log_entropy': True})
     numbers = [our_loss(config, step, overlong_filter, split)[2] for split in SPLITS.values()]

@@ -79,6 +79,27 @@ def test_a_token_that_is_not_kept_gives_its_kl_and_nothing_else():
     assert gradient == pytest.approx([-0.5, 0.25 * (1 - math.e)])
 
 
+def test_the_least_and_the_most_clipped_sequence_are_logged():
+    """Ratios 0.5 with a negative and 2 with a positive advantage are clipped: 1/2 and 1/1 of two sequences; 1/2 and 0/1."""
+    new_C = torch.tensor([0.5, 1.0, 0.5]).log()
+    inputs = LossInputs(new_logprobs_C=new_C, old_logprobs_C=torch.zeros(3), advantages_C=torch.tensor([-1.0, -1.0, -1.0]),
+                        weights_C=torch.ones(3), sequence_ids_C=torch.tensor([0, 0, 2]), num_sequences=3)
+    maxima = policy_loss(LossConfig(), inputs)[1].maxima
+    assert -float(maxima['clip_ratio/low_min']) == 0.5  # the sequence without tokens does not count
+    assert float(maxima['clip_ratio/high_max']) == 0.0
+    inputs.new_logprobs_C, inputs.advantages_C = torch.tensor([2.0, 1.0, 1.0]).log(), torch.ones(3)
+    maxima = policy_loss(LossConfig(), inputs)[1].maxima
+    assert -float(maxima['clip_ratio/low_min']) == 0.0
+    assert float(maxima['clip_ratio/high_max']) == 0.5
+
+
+def test_real_takes_its_value_from_the_step_and_does_not_look_at_the_entropy_filter():
+    loss, gradient, _ = run(LossConfig(loss_type='real'), [1.0, 2.0], [1.0, -1.0], [0.5, 0.5], [0, 1], keep_C=torch.tensor([False, False]),
+                            coefficient_C=torch.tensor([-1.0, 1.0]), coupled_loss=torch.tensor(1.5))
+    assert loss == pytest.approx(1.5)
+    assert gradient == [-1.0, 1.0]
+
+
 def test_k3_at_its_bounds():
     new_C = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
     kl_C = kl_k3(new_C, torch.tensor([0.0, 1.0, 30.0]))
