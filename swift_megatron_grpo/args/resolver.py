@@ -15,6 +15,7 @@ from .convert import full_recompute
 from .fields import all_fields
 from .layout import resolve_layout
 from .memory_plan import estimate_for
+from .pending import unfinished
 from .plan import Argument, BatchPlan, Plan
 from .schedule import resolve_schedule
 from .translation import BATCH_NAMES, Translation
@@ -51,6 +52,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], *, elsewhere: bool 
     _defaults(t)
     config = _model_config(t, environment)
     checks.check_all(t, config)
+    t.errors += unfinished(t)
     plan.batch_plan = batch
     _fill(plan, t, batch, world_size, config)
     plan.arguments = t.rows
