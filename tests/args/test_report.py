@@ -33,6 +33,14 @@ def test_the_json_report_has_the_documented_keys(workplace):
     assert (report['schedule']['optimizer_steps'], report['schedule']['generations'], report['schedule']['samples']) == (150, 150, 2400)
     assert report['memory']['parameters_total'] == 95168
     assert all(isinstance(report['memory'][part], int) for part in PARTS)
+    effective = report['effective']
+    assert (effective['lr'], effective['clip_grad'], effective['weight_decay'], effective['temperature']) == (1e-6, 1.0, 0.1, 0.9)
+    assert (effective['tuner_type'], effective['lora_rank'], effective['seed'], effective['tensor_model_parallel_size']) == (
+        'lora',
+        8,
+        42,
+        2,
+    )
     actions = {row['given_as']: row['action'] for row in report['arguments'] if row['given_as']}
     assert actions['--learning_rate'] == 'renamed'
     assert actions['--deepspeed'] == 'no_effect'

@@ -413,3 +413,34 @@ def test_an_unfinished_part_is_refused_before_the_start_with_the_workers_own_lis
     plan = plan_of('--num_iterations 3')
     assert plan.errors == ['--num_iterations 3: not available with --backend megatron in this version; use 1.']
     assert plan_of('--num_iterations 1').errors == []
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--kl_cov_coef 0.5', '--kl_cov_coef acts with --kl_cov_ratio only'),
+        ('--tau_pos 2.0', '--tau_pos acts with --loss_type sapo only'),
+        ('--tuner_type full --lora_rank 4 --use_rslora true', '--lora_rank, --use_rslora acts with --tuner_type lora only'),
+        ('--max_staleness 2', '--max_staleness acts with --async_generate only'),
+        ('--cosine_max_len 9', '--cosine_max_len acts with --reward_funcs cosine only'),
+        (
+            '--recompute_granularity selective --recompute_num_layers 2',
+            '--recompute_num_layers acts with --recompute_granularity full only',
+        ),
+    ],
+)
+def test_an_argument_away_from_what_it_belongs_to_is_said_to_be_without_effect(text, words, workplace):
+    plan = plan_of(text)
+    assert other_errors(plan) == []
+    assert any(words in warning for warning in plan.warnings), plan.warnings
+
+
+def test_an_argument_beside_what_it_belongs_to_is_not_warned_of(workplace):
+    plan = plan_of('--lora_rank 4 --loss_type sapo --tau_pos 2.0 --kl_cov_ratio 0.01 --kl_cov_coef 0.5')
+    assert not any('acts with' in warning for warning in plan.warnings), plan.warnings
+
+
+def test_every_name_of_that_list_exists():
+    from swift_megatron_grpo.args.belongs import BELONGS
+
+    assert [name for names, parent, _ in BELONGS for name in [*names.split(), parent] if name not in all_fields()] == []
