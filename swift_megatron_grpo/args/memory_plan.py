@@ -75,7 +75,7 @@ def token_budget(t: Translation, batch: BatchPlan) -> tuple[int, str]:
 def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
     """2 for bf16 and fp16, 4 for fp32.
 
-    ms-swift takes torch_dtype, else the checkpoint's own type, else bfloat16; and float32 without a word on fp16 means fp16 mixed precision.
+    ms-swift takes torch_dtype, else the type in config.json, else bfloat16; float32 without a word on fp16 is fp16 mixed precision.
     """
     if t.effective('bf16') or t.effective('fp16'):
         return 2
