@@ -274,6 +274,8 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--temperature 0', 'more than 0'),
         ('--learning_rate -1', 'at least 0'),
         ('--learning_rate fast', 'a number'),
+        ('--num_train_epochs nan', 'a finite number'),
+        ('--warmup_steps inf', 'a finite number'),
         ('--num_generations 2.5', 'a whole number'),
         ('--scale_rewards grup', 'Did you mean group?'),
         ('--vllm_mode colocated', 'Did you mean colocate?'),
