@@ -16,6 +16,28 @@ from .errors import UserError
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
 _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iterations': 1, 'use_vllm': True}
 
+# Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
+# to do instead)
+NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ('vllm_mode', (None, 'colocate'), 'use --vllm_mode colocate'),
+    ('async_generate', (False, ), 'leave it out: generation and training take turns'),
+    ('multi_turn_scheduler', (None, ), 'single-turn rollouts only'),
+    ('use_gym_env', (None, False), 'use reward functions'),
+    ('gym_env', (None, ), 'use reward functions'),
+    ('sleep_level', (0, ), 'use --sleep_level 0 and a smaller --vllm_gpu_memory_utilization'),
+    ('offload_model', (False, ), 'leave it out'),
+    ('offload_optimizer', (False, ), 'leave it out'),
+    ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
+    ('dynamic_sample', (False, ), 'leave it out'),
+    ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
+    ('reward_model', (None, [], ()), 'use --reward_funcs'),
+    ('teacher_model', (None, ), 'leave it out'),
+    ('teacher_model_server', (None, ), 'leave it out'),
+    ('router_replay_mode', ('disabled', ), 'leave it out'),
+    ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
+    ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
+)
+
 
 @dataclass
 class MegatronGRPOArguments(MegatronRLHFArguments):
@@ -86,6 +108,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if isinstance(self.lr_scheduler_kwargs, str):
             import json
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
+        self._refuse_unfinished()
         if self.resume_from_checkpoint is not None:
             self._init_resume(self.resume_from_checkpoint)
         # `swift rlhf` takes "none"; ms-swift's Megatron side looks every entry up.
@@ -95,6 +118,14 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             cpu.refuse_unsupported(self)
         # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
         self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
+
+    def _refuse_unfinished(self) -> None:
+        for name, harmless, instead in NOT_YET:
+            value = getattr(self, name)
+            if value not in harmless:
+                raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
+        if self.truncation_strategy == 'delete':
+            raise UserError('--truncation_strategy delete: not available with --backend megatron in this version; use left.')
 
     def _init_resume(self, folder: str) -> None:
         if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):

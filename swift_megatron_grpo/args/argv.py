@@ -93,17 +93,15 @@ def config_argv(config: Mapping[str, Any]) -> list[str]:
 
 
 def looks_ours(argv: Sequence[str]) -> bool:
-    """Whether a command asks for this backend: `--backend` with any value, or `--rlhf_type megatron_grpo`.
+    """Whether a command asks for this backend: `--backend` with any value but transformers, or `--rlhf_type megatron_grpo`.
 
     `swift rlhf` has no `--backend`, so every value is ours to accept or to refuse; a mistyped one must not fall through to the
     transformers trainer, where the web UI's --ignore_args_error would make it a log line.
     """
-    for name, words in split(argv)[0]:
-        if name.replace('-', '_') == 'backend':
-            return True
-        if name.replace('-', '_') == 'rlhf_type' and words and words[-1] == 'megatron_grpo':
-            return True
-    return False
+    given = {name.replace('-', '_'): words for name, words in split(argv)[0]}
+    if given.get('rlhf_type') == ['megatron_grpo']:
+        return True
+    return 'backend' in given and given['backend'] != ['transformers']
 
 
 def split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:

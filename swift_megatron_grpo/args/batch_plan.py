@@ -99,9 +99,9 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     swift_global = micro * world_size * accumulation
     global_batch = _global_batch(given, micro, dp, accumulation, swift_global, errors, warnings)
     in_micro_steps, beside = counts_micro_steps(given)
-    script_accumulation = accumulation
     effective_accumulation = max(1, global_batch // (micro * dp))
-    steps, swift_steps = _steps(given, in_micro_steps, beside, script_accumulation, ulysses, global_batch, errors, warnings)
+    steps = _steps(given, in_micro_steps, beside, accumulation, ulysses, global_batch, errors)
+    swift_accumulation = accumulation if in_micro_steps else effective_accumulation
     generation = given['generation_batch_size'] if 'generation_batch_size' in given else global_batch * steps
     notes = _notes(given, swift_global, global_batch, micro, dp, model_ranks, in_micro_steps, beside, steps, accumulation)
     plan = BatchPlan(
@@ -118,8 +118,8 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
         num_prompts_per_dp_group=_whole(global_batch, num_generations * dp),
         batch_check=batch_check,
         num_iterations=num_iterations,
-        swift_global_batch_size=swift_global,
-        swift_steps_per_generation=swift_steps,
+        swift_global_batch_size=global_batch if 'global_batch_size' in given else swift_global,
+        swift_steps_per_generation=max(1, steps * swift_accumulation // ulysses),
         notes=notes,
     )
     if not errors:
@@ -168,9 +168,8 @@ def _steps(
     ulysses: int,
     global_batch: int,
     errors: list[str],
-    warnings: list[str],
-) -> tuple[int, int]:
-    """(optimizer steps a generation here, steps_per_generation of `swift rlhf`)."""
+) -> int:
+    """Optimizer steps a generation."""
     steps: int | None = None
     asked = given.get('steps_per_generation')
     if asked is not None and in_micro_steps:
@@ -200,7 +199,7 @@ def _steps(
     if steps is None:
         # `swift rlhf` takes steps_per_generation = gradient_accumulation_steps: one optimizer step, or one a sequence-parallel rank
         steps = ulysses if in_micro_steps else 1
-    return steps, asked if asked is not None and in_micro_steps else max(1, steps * accumulation // ulysses)
+    return steps
 
 
 def _notes(

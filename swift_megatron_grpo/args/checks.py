@@ -201,6 +201,12 @@ def engine(t: Translation) -> None:
                 f'vllm_max_model_len {limit} is less than max_length {t.effective("max_length")} + max_completion_length {completion}: the '
                 'longest prompts get shorter answers.'
             )
+    if use_vllm and t.effective('vllm_data_parallel_size') > 1:
+        t.errors.append(
+            f'--vllm_data_parallel_size {t.effective("vllm_data_parallel_size")}: colocated engines are world_size / '
+            'vllm_tensor_parallel_size replicas by themselves, and a server has its own (swift rollout --vllm_data_parallel_size). Leave '
+            'it out here.'
+        )
     if t.effective('vllm_enable_lora') and t.effective('tuner_type') == 'full':
         t.errors.append('--vllm_enable_lora true serves an adapter, and --tuner_type full trains none. Leave one of them out.')
 
@@ -210,10 +216,15 @@ def rewards_and_losses(t: Translation) -> None:
     teacher = t.effective('teacher_model') or t.effective('teacher_model_server')
     gym = t.effective('use_gym_env') or t.effective('gym_env')
     if not functions and not models and not teacher and not gym and not t.effective('multi_turn_scheduler'):
-        t.errors.append(
-            'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own with '
-            '--external_plugins), --reward_model, --gym_env, or --teacher_model.'
-        )
+        if t.effective('vllm_mode') == 'server' and t.effective('use_gym_env') is None:
+            t.warnings.append(
+                'No reward is named: the rollout server must run a gym environment (--use_gym_env true there), which gives it.'
+            )
+        else:
+            t.errors.append(
+                'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own '
+                'with --external_plugins), --reward_model, --gym_env, or --teacher_model.'
+            )
     known = rewards.known_names(t.effective('external_plugins') or [])
     for name in functions:
         if known is not None and name not in known:

@@ -68,7 +68,7 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
             'json' if options.json else 'true',
         ]
         with _inside(item.folder, script.notes):
-            plans.append((item, resolve(argv, item.environment)))
+            plans.append((item, resolve(argv, item.environment, elsewhere=True)))
     _print(options, script, plans)
     if options.write:
         text = scripts.write_yaml(script, options.file) if is_yaml else scripts.write_script(script)

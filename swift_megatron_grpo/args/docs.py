@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _INTRO = (
 
 def render(language: str = 'en') -> str:
     """The page in English (en) or Chinese (zh)."""
-    say = (lambda text: text) if language == 'en' else (lambda text: SENTENCES.get(text, text))
+
+    def say(text: str) -> str:
+        return text if language == 'en' else SENTENCES.get(text, text)
+
     lines = [f'# {say("Arguments")}', '']
     for paragraph in _INTRO:
         lines += [say(paragraph), '']
@@ -68,7 +71,7 @@ _BATCH = (
 )
 
 
-def _row(field: Field, say: Any, own: bool) -> str:
+def _row(field: Field, say: Callable[[str], str], own: bool) -> str:
     action = say(_ACTIONS[field.action]) + (f': `{field.target}`' if field.target else '')
     swift = _default(field.swift_default) if field.worlds != 'megatron' else '-'
     known = field.worlds in ('both', 'megatron')

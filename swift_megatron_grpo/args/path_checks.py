@@ -78,4 +78,4 @@ def _must_exist(t: Translation, name: str, path: str) -> None:
         if there
         else f' The folder {folder} does not exist either.'
     )
-    t.errors.append(f'--{name} {path} does not exist.{near}')
+    (t.warnings if t.elsewhere else t.errors).append(f'--{name} {path} does not exist{" here" if t.elsewhere else ""}.{near}')

@@ -131,7 +131,8 @@ def _batch(lines: list[str], b: BatchPlan) -> None:
             else ' (whole groups in a generation)'
         )
     )
-    lines.append(f'  under data parallel alone the script would have global_batch_size {b.swift_global_batch_size}')
+    if b.swift_global_batch_size != b.global_batch_size:
+        lines.append(f'  under data parallel alone the script would have global_batch_size {b.swift_global_batch_size}')
 
 
 def _ranks(groups: list[list[int]]) -> str:

@@ -20,11 +20,12 @@ from .schedule import resolve_schedule
 from .translation import BATCH_NAMES, Translation
 
 
-def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def resolve(argv: Sequence[str], environ: Mapping[str, str], *, elsewhere: bool = False) -> Plan:
     """Everything that can be known of `swift rlhf ARGV` with this backend before torch is imported.
 
     ``argv`` is what follows `swift rlhf`; a .yaml, .yml or .json first argument is read. ``environ`` is the environment that the command
-    would run in. Reads local files (configuration, data, plugin sources, config.json); executes nothing, imports nothing heavy, writes
+    would run in. ``elsewhere`` says that the command will run on another machine: local files that are missing here are warnings then.
+    Reads local files (configuration, data, plugin sources, config.json); executes nothing, imports nothing heavy, writes
     nothing. Never raises for a user's mistake: the messages are in ``Plan.errors``. A command without `--backend` and without
     `--rlhf_type megatron_grpo` gives a plan with is_megatron false and nothing else.
     """
@@ -36,7 +37,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if not argv_module.looks_ours(words):
         return Plan(is_megatron=False)
     given, more_warnings, errors = argv_module.read(words)
-    t = Translation(given)
+    t = Translation(given, elsewhere=elsewhere)
     t.warnings += warnings + more_warnings
     t.errors += errors
     plan = Plan(is_megatron=True, environment=environment)

@@ -18,7 +18,9 @@ from typing import Any
 from . import lr as lr_schedule
 from .plan import BatchPlan, Schedule
 
-_LIMIT_BYTES = 512 * 2**20  # a larger file is not counted line by line: the dry run answers in under two seconds
+_EXACT_BYTES = 2**24
+_EMPTY_LINE = re.compile(rb'(?<=\n)\n')
+_LIMIT_BYTES = 2**30  # a larger file is not counted line by line: the dry run answers in under two seconds
 
 
 def dataset_path(spec: str) -> tuple[str, int | None]:
@@ -36,13 +38,12 @@ def looks_local(path: str) -> bool:
 
 
 def count_rows(path: str) -> int | None:
-    """Rows of a local .jsonl, .json or .csv file; None for anything else, and for files over 512 MiB."""
+    """Rows of a local .jsonl, .json or .csv file; None for anything else, and for files over 1 GiB."""
     path = os.path.expanduser(path)
     if not os.path.isfile(path) or os.path.getsize(path) > _LIMIT_BYTES:
         return None
     if path.endswith('.jsonl'):
-        with open(path, 'rb') as file:
-            return sum(1 for line in file if line.strip())
+        return _count_lines(path)
     if path.endswith('.json'):
         with open(path, encoding='utf-8') as text:
             try:
@@ -54,6 +55,18 @@ def count_rows(path: str) -> int | None:
         with open(path, encoding='utf-8', newline='') as text:
             return max(0, sum(1 for row in csv.reader(text) if row) - 1)
     return None
+
+
+def _count_lines(path: str) -> int:
+    """Lines with something on them. Large files are read in blocks: there, only lines of nothing but a newline are left out."""
+    with open(path, 'rb') as file:
+        if os.path.getsize(path) <= _EXACT_BYTES:
+            return sum(1 for line in file if line.strip())
+        lines, last = 0, b'\n'
+        while block := file.read(2**22):
+            lines += block.count(b'\n') - len(_EMPTY_LINE.findall(last + block))
+            last = block[-1:]
+        return lines + (last != b'\n')
 
 
 def count_prompts(specs: Sequence[str], held_out_ratio: float = 0.0) -> tuple[int | None, int, list[str]]:
@@ -100,10 +113,11 @@ def resolve_schedule(
         generations_per_epoch = prompts // per_generation
         steps_per_epoch = generations_per_epoch * steps_per_generation
         if generations_per_epoch == 0:
+            smaller = f', or a generation_batch_size of at most {prompts * batch.num_generations}' if prompts else ''
             errors.append(
                 f'The data has {prompts} prompts, and one generation takes {per_generation} (generation_batch_size '
                 f'{batch.generation_batch_size} / num_generations {batch.num_generations}): there would be no step at all. Give more data '
-                f'(--dataset FILE#{per_generation} repeats rows), or a generation_batch_size of at most {prompts * batch.num_generations}.'
+                f'(--dataset FILE#{per_generation} repeats rows){smaller}.'
             )
     total = train_iters
     if total is None and steps_per_epoch and epochs is not None:

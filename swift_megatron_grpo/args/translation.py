@@ -32,7 +32,8 @@ class Translation:
     ``source`` names the argument that set each of them.
     """
 
-    def __init__(self, given: Sequence[Given]) -> None:
+    def __init__(self, given: Sequence[Given], *, elsewhere: bool = False) -> None:
+        self.elsewhere = elsewhere
         self.given = {item.name: item for item in given}
         self.values: dict[str, Any] = {}
         self.source: dict[str, str] = {}

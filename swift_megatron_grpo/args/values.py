@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,14 @@ from .fields import Field
 
 TRUE, FALSE = ('true', 't', 'yes', 'y', '1'), ('false', 'f', 'no', 'n', '0')
 NONE = ('None', 'none', 'null')
+# YAML reads no, off and true as truth values, and they arrive here as the words of Python.
+WORDS_OF_YAML = {
+    'dry_run': {'True': 'true', 'False': 'false'},
+    'eval_strategy': {'False': 'no'},
+    'save_strategy': {'False': 'no'},
+    'logging_strategy': {'False': 'no'},
+    'verify_weight_sync': {'False': 'off', 'True': 'first'},
+}
 
 
 def parse_scalar(kind: str, text: str) -> Any:
@@ -35,8 +44,11 @@ def parse_scalar(kind: str, text: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON object, also when it is named by the path of a .json file; other text is kept as it is."""
+    """A JSON object, also when it is named by the path of a .json file, as in ms-swift; other text is kept as it is."""
     stripped = text.strip()
+    if stripped.endswith('.json') and os.path.isfile(stripped):
+        with open(stripped, encoding='utf-8') as file:
+            stripped = file.read().strip()
     if stripped.startswith(('{', '[')):
         try:
             return json.loads(stripped)
@@ -52,14 +64,16 @@ def parse(field: Field, words: list[str]) -> Any:
             raise ValueError('at least one value')
         kind = field.type[len('list[') : -1]
         return [parse_scalar(kind, word) for word in words]
-    if field.type == 'bool' and not words:
-        return True
+    if not words and (field.type == 'bool' or field.name == 'dry_run'):
+        return True if field.type == 'bool' else 'true'
     if len(words) != 1:
         raise ValueError('one value')
     word = words[0]
     # YAML files write a missing value as None, and so does the web UI. A word that the field itself allows keeps its meaning.
     if word in NONE and field.type != 'bool' and word not in field.choices and field.default is None:
         return None
+    if field.name in WORDS_OF_YAML:
+        word = WORDS_OF_YAML[field.name].get(word, word)
     value = parse_scalar(field.type, word)
     if field.choices and str(value) not in field.choices:
         raise ValueError('one of ' + ', '.join(field.choices))

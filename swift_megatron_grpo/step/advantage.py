@@ -55,7 +55,7 @@ def group_advantages(rewards_NF: torch.Tensor,
     sizes = torch.unique_consecutive(group_ids_N[order_N], return_counts=True)[1]
     repeated = request_ids_N is not None and len(set(request_ids_N)) < len(request_ids_N)
     one_size = bool((sizes == sizes[0]).all()) if sizes.numel() else True
-    options = dict(advantage_estimator=advantage_estimator, scale_rewards=scale_rewards, kl_in_reward=kl_in_reward, beta=beta)
+    options = {'advantage_estimator': advantage_estimator, 'scale_rewards': scale_rewards, 'kl_in_reward': kl_in_reward, 'beta': beta}
     if one_size and not repeated:
         sorted_N = compute_advantages(
             rewards_NF[order_N],

@@ -12,8 +12,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import torch
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 from swift_megatron_grpo.errors import UserError
 from swift_megatron_grpo.types import LossInputs, Sums
@@ -27,7 +27,7 @@ CLIP_METRICS = ('ratio', 'log_ratio', 'upper', None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossTerms:
-    """What a loss may use, all flat [C] and float32. At masked tokens every log-ratio is 0 and every ratio 1, so nothing overflows there."""
+    """What a loss may use, all flat [C] and float32. At masked tokens every log-ratio is 0, so nothing overflows there."""
     new_logprobs_C: torch.Tensor  # carries the gradient; 0 at masked tokens
     log_ratio_C: torch.Tensor  # new - old, token by token; carries the gradient
     ratio_C: torch.Tensor  # importance ratio at the configured level; carries the gradient

@@ -2,7 +2,7 @@
 
 A flat vector holds the completion tokens of S sequences one after the other, in order and without padding; `ids_C` says to which
 sequence each belongs. A sequence may have no token. All functions are pure, run where their tensors are, never wait for the device,
-and may be called by any rank.
+and may be called by any rank. On CUDA the order in which index_add adds may change the last bit of a sum.
 """
 from __future__ import annotations
 

@@ -371,3 +371,27 @@ def test_a_yaml_file_gives_the_same_plan_as_its_words(workplace):
     assert values_of(plan)['lr'] == '1e-06'
     assert values_of(plan)['beta'] == '0.0'
     assert resolve(['run.yaml'], {'NPROC_PER_NODE': '2'}).batch_plan.world_size == 2, 'the environment wins over ENV'
+
+
+def test_words_that_yaml_reads_as_truth_values_keep_their_meaning(workplace):
+    (workplace / 'run.yaml').write_text('save_strategy: no\nverify_weight_sync: off\ndry_run: true\n', encoding='utf-8')
+    plan = resolve(['run.yaml', *BASE.split()], {'NPROC_PER_NODE': '8'})
+    assert plan.errors == []
+    assert (values_of(plan)['save_strategy'], values_of(plan)['verify_weight_sync'], plan.dry_run) == ('no', 'off', 'true')
+    assert plan_of('--dry_run').dry_run == 'true'
+
+
+def test_another_backend_is_left_alone_or_refused(workplace):
+    assert not resolve(['--rlhf_type', 'grpo', '--backend', 'transformers'], {}).is_megatron
+    assert not resolve(['--rlhf_type', 'grpo'], {}).is_megatron
+    plan = resolve(['--rlhf_type', 'grpo', '--backend', 'megatorn', '--ignore_args_error', 'true'], {})
+    assert plan.is_megatron
+    assert any("--backend is 'megatorn'" in error and 'Did you mean megatron?' in error for error in plan.errors)
+
+
+def test_files_missing_here_are_warnings_for_a_command_that_runs_elsewhere(workplace):
+    argv = [*BASE.split(), '--external_plugins', 'plugins/mine.py', '--reward_funcs', 'mine']
+    assert any('plugins/mine.py does not exist' in error for error in resolve(argv, {'NPROC_PER_NODE': '8'}).errors)
+    plan = resolve(argv, {'NPROC_PER_NODE': '8'}, elsewhere=True)
+    assert plan.errors == []
+    assert any('plugins/mine.py does not exist here' in warning for warning in plan.warnings)

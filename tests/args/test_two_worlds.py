@@ -9,6 +9,8 @@ from swift_megatron_grpo.args.own import OWN_FIELDS
 from . import cases
 from .conftest import steps_of, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_field_of_both_worlds_has_a_row_with_the_right_default(upstream):
     table = all_fields()

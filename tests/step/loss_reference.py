@@ -1,4 +1,4 @@
-"""One optimizer step twice: through ms-swift's own GRPOTrainer, padded, in one micro-batch; and through ours, flat, in any micro-batches."""
+"""One optimizer step twice: through ms-swift's own GRPOTrainer, padded, in one micro-batch; and through ours, flat, cut in any way."""
 from __future__ import annotations
 
 import torch
@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from swift_megatron_grpo.step.advantage import token_advantages
 from swift_megatron_grpo.step.corrections import finish_metrics
 from swift_megatron_grpo.step.coupled import couple, needs_step_pass
 from swift_megatron_grpo.step.loss import policy_loss
@@ -37,6 +38,8 @@ class Step:
     ref_K: torch.Tensor
     rollout_K: torch.Tensor | None
     entropies_K: torch.Tensor
+    teacher_K: torch.Tensor | None = None
+    teacher_kl_coef: float = 0.0
 
     @property
     def ids_K(self):
@@ -70,6 +73,7 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
 
     `mask`, bool [S, T]: where the tokens stand in the padded rows; by default at the left.
     """
+    from swift.rl_core.advantage import expand_advantage_to_per_token
     from swift.rl_core.data import GRPOBatch
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
@@ -114,7 +118,7 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
         old_per_token_logps=pad(step.old_K),
         ref_per_token_logps=pad(step.ref_K),
         rollout_per_token_logps=pad(step.rollout_K),
-        advantages=step.advantages_S[:, None].expand(num_sequences, width),
+        advantages=expand_advantage_to_per_token(step.advantages_S, mask, pad(step.teacher_K), pad(step.old_K), step.teacher_kl_coef),
         num_items_in_batch=mask.sum())
     loss, metrics = trainer._compute_loss_and_metrics(trainer.model, {}, batch)
     trainer._update_metrics(metrics)
@@ -139,7 +143,8 @@ def prepare(config: LossConfig, step: Step, overlong_filter: bool):
         truncated_S=step.truncated_S,
         groups_S=step.groups_S,
         sequence_of_token_K=step.ids_K,
-        advantages_K=step.advantages_S[step.ids_K],
+        advantages_K=token_advantages(step.advantages_S, step.ids_K, teacher_logprobs_K=step.teacher_K, old_logprobs_K=step.old_K,
+                                      teacher_kl_coef=step.teacher_kl_coef),
         weights_K=weights_K,
         rollout_logprobs_K=step.rollout_K,
         old_logprobs_K=step.old_K,

@@ -51,7 +51,7 @@ def test_any_order_gives_what_ms_swift_gives_for_sorted_groups(estimator, scale)
     rewards_NF[3, 0] = NAN
     kl_N = torch.rand(12, generator=draw)
     kl_in_reward = scale != 'gdpo'
-    options = dict(advantage_estimator=estimator, scale_rewards=scale, kl_in_reward=kl_in_reward, beta=0.2)
+    options = {'advantage_estimator': estimator, 'scale_rewards': scale, 'kl_in_reward': kl_in_reward, 'beta': 0.2}
     expected, expected_rewards = compute_advantages(rewards_NF, weights_F, 4, kl_values=kl_N, **options)
     shuffle = torch.randperm(12, generator=draw)
     groups_N = torch.arange(12) // 4

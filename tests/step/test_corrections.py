@@ -53,7 +53,8 @@ def test_a_dropped_sequence_keeps_its_place_in_the_mean():
     def loss(delta):
         inputs = LossInputs(
             new_logprobs_C=torch.tensor([-1.0, -2.0], requires_grad=True), old_logprobs_C=torch.tensor([-1.0, -1.0]),
-            advantages_C=torch.tensor([1.0, -1.0]), weights_C=torch.tensor([0.5, 0.5]), sequence_ids_C=torch.tensor([0, 1]), num_sequences=2)
+            advantages_C=torch.tensor([1.0, -1.0]), weights_C=torch.tensor([0.5, 0.5]), sequence_ids_C=torch.tensor([0, 1]),
+            num_sequences=2)
         return float(policy_loss(LossConfig(off_policy_sequence_mask_delta=delta), inputs)[0])
 
     assert loss(None) == pytest.approx(-0.5 + 0.5 * 0.8)  # ratio exp(-1) is clipped to 0.8

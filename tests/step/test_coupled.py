@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swift_megatron_grpo.step import coupled
-from swift_megatron_grpo.step.coupled import covariance_band, covariances, entropy_keep, highest_covariance, needs_step_pass, real_coefficients
+from swift_megatron_grpo.step.coupled import (covariance_band, covariances, entropy_keep, highest_covariance, needs_step_pass,
+                                              real_coefficients)
 from swift_megatron_grpo.step.loss_config import LossConfig
 from swift_megatron_grpo.step.segments import discounted_suffix_sum, segment_logsumexp, segment_mean
 from tests.step.loss_reference import make_step, prepare
@@ -54,6 +55,14 @@ def test_real_groups_are_by_id_may_differ_in_size_and_be_of_one_kind():
     assert float(value) == pytest.approx(float(loss), rel=1e-9)
     assert torch.allclose(coefficient_K, log_ratio_K.grad, rtol=1e-6, atol=1e-9)
     assert coefficient_K[ids_K == 1].tolist() == [0.0]
+
+
+def test_a_filtered_sequence_is_a_negative_of_score_zero_without_gradient():
+    """As in ms-swift: positive kept with s = 0, positive filtered: log 2 from each side, gradient on the kept one alone."""
+    coefficient_K, value = real_coefficients(0.5, torch.tensor([0.0, 3.0]), torch.tensor([1.0, 1.0]), torch.tensor([True, False]),
+                                             torch.tensor([0, 1]), torch.tensor([0, 0]))
+    assert coefficient_K.tolist() == [-1.0, 0.0]
+    assert float(value) == pytest.approx(2 * math.log(2))
 
 
 def test_real_gradient_is_bounded_far_from_the_old_policy():
@@ -144,18 +153,18 @@ DROPPED_LEAVE = 46  # sequences 1 (1 token) and 4 (3 tokens) drifted by more tha
 
 
 @pytest.mark.parametrize('arguments, on_policy, expected', [
-    (dict(loss_type='grpo', beta=0.1), True, False),
-    (dict(loss_type='grpo', beta=0.1), False, False),
-    (dict(loss_type='real'), True, False),
-    (dict(loss_type='real'), False, True),
-    (dict(loss_type='real', off_policy_sequence_mask_delta=0.1), True, True),
-    (dict(loss_type='real', top_entropy_quantile=0.2), True, False),
-    (dict(loss_type='bnpo', off_policy_sequence_mask_delta=0.1), True, True),
-    (dict(loss_type='grpo', off_policy_sequence_mask_delta=0.1), False, False),
-    (dict(loss_type='grpo', top_entropy_quantile=0.2), True, True),
-    (dict(loss_type='dapo', kl_cov_ratio=0.01), True, True),
-    (dict(loss_type='dapo', clip_cov_ratio=0.01), True, True),
-    (dict(loss_type='dapo', log_entropy=True), True, False),
+    ({'loss_type': 'grpo', 'beta': 0.1}, True, False),
+    ({'loss_type': 'grpo', 'beta': 0.1}, False, False),
+    ({'loss_type': 'real'}, True, False),
+    ({'loss_type': 'real'}, False, True),
+    ({'loss_type': 'real', 'off_policy_sequence_mask_delta': 0.1}, True, True),
+    ({'loss_type': 'real', 'top_entropy_quantile': 0.2}, True, False),
+    ({'loss_type': 'bnpo', 'off_policy_sequence_mask_delta': 0.1}, True, True),
+    ({'loss_type': 'grpo', 'off_policy_sequence_mask_delta': 0.1}, False, False),
+    ({'loss_type': 'grpo', 'top_entropy_quantile': 0.2}, True, True),
+    ({'loss_type': 'dapo', 'kl_cov_ratio': 0.01}, True, True),
+    ({'loss_type': 'dapo', 'clip_cov_ratio': 0.01}, True, True),
+    ({'loss_type': 'dapo', 'log_entropy': True}, True, False),
 ])
 def test_who_needs_a_pass_over_the_step_first(arguments, on_policy, expected):
     assert needs_step_pass(LossConfig(**arguments), on_policy) is expected

@@ -8,6 +8,7 @@ import torch
 from tests.step.training import Outcome, arguments, train, write_rollouts
 
 TOLERANCE = 1e-5
+SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_distributed_optimizer': 'false'}
 
 
 @pytest.fixture(scope='module')
@@ -29,14 +30,15 @@ def run(ranks: Any, rollouts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run_layout
 
 
-def assert_same(got: Outcome, expected: Outcome) -> None:
+def assert_same(got: Outcome, expected: Outcome, start: dict[str, torch.Tensor] | None = None) -> None:
     for name in ('loss', 'grad_norm', 'learning_rate'):
         for step, (a, b) in enumerate(zip(got.column(name), expected.column(name), strict=True)):
             assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE), f'{name} of step {step}'
     assert got.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        difference = float((got.weights[name] - weight).abs().max() / weight.abs().max())
-        assert difference < TOLERANCE, f'{name}: {difference:.1e}'
+    errors = {name: float((got.weights[name] - weight).abs().max() / weight.abs().max()) for name, weight in expected.weights.items()}
+    worst = max(errors, key=errors.__getitem__)
+    print('WORST', worst, errors[worst])
+    assert errors[worst] < TOLERANCE, f'{worst}: {errors[worst]:.1e}'
 
 
 DENSE = {
@@ -61,6 +63,6 @@ DENSE = {
 def test_a_dense_model_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
     model = tiny_model('qwen3')
     world_size, changes = DENSE[layout]
-    expected = run(model)
+    expected = run(model, **SGD)
     assert len(expected.logs) == 2 and expected.column('grad_norm')[0] > 0.1
-    assert_same(run(model, world_size, **changes), expected)
+    assert_same(run(model, world_size, **SGD, **changes), expected)

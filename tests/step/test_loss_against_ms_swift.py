@@ -10,25 +10,25 @@ from tests.step.loss_reference import SPLITS, make_step, our_loss, reference_los
 
 LOSS_TYPES = ['grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo', 'sapo', 'real', 'fipo']
 LEVELS = ['token', 'sequence', 'sequence_token']
-EVERYTHING = dict(delta=1.6, epsilon_high=0.35, beta=0.07, rollout_importance_sampling_mode='token_truncate',
-                  rollout_importance_sampling_threshold=1.5, off_policy_sequence_mask_delta=0.05, top_entropy_quantile=0.5)
+EVERYTHING = {'delta': 1.6, 'epsilon_high': 0.35, 'beta': 0.07, 'rollout_importance_sampling_mode': 'token_truncate',
+                  'rollout_importance_sampling_threshold': 1.5, 'off_policy_sequence_mask_delta': 0.05, 'top_entropy_quantile': 0.5}
 SWITCHES = {
     'plain': {},
-    'delta': dict(delta=1.4),
-    'epsilon_high': dict(epsilon=0.1, epsilon_high=0.3),
-    'beta': dict(beta=0.1),
-    'kl in reward': dict(beta=0.1, kl_in_reward=True),
-    'overlong filter': dict(overlong_filter=True),
-    'token_truncate': dict(rollout_importance_sampling_mode='token_truncate', rollout_importance_sampling_threshold=1.2),
-    'token_mask': dict(rollout_importance_sampling_mode='token_mask', rollout_importance_sampling_threshold=1.2),
-    'sequence_truncate': dict(rollout_importance_sampling_mode='sequence_truncate', rollout_importance_sampling_threshold=1.2),
-    'sequence_mask': dict(rollout_importance_sampling_mode='sequence_mask', rollout_importance_sampling_threshold=1.2),
-    'off-policy mask': dict(off_policy_sequence_mask_delta=0.05),
-    'off-policy mask against the old policy': dict(off_policy_sequence_mask_delta=0.05, no_rollout=True),
-    'entropy quantile': dict(top_entropy_quantile=0.3),
-    'entropy quantile and beta': dict(top_entropy_quantile=0.3, beta=0.1, overlong_filter=True),
-    'rollout correction and beta': dict(beta=0.1, rollout_importance_sampling_mode='sequence_mask'),
-    'on-policy': dict(on_policy=True, beta=0.1),
+    'delta': {'delta': 1.4},
+    'epsilon_high': {'epsilon': 0.1, 'epsilon_high': 0.3},
+    'beta': {'beta': 0.1},
+    'kl in reward': {'beta': 0.1, 'kl_in_reward': True},
+    'overlong filter': {'overlong_filter': True},
+    'token_truncate': {'rollout_importance_sampling_mode': 'token_truncate', 'rollout_importance_sampling_threshold': 1.2},
+    'token_mask': {'rollout_importance_sampling_mode': 'token_mask', 'rollout_importance_sampling_threshold': 1.2},
+    'sequence_truncate': {'rollout_importance_sampling_mode': 'sequence_truncate', 'rollout_importance_sampling_threshold': 1.2},
+    'sequence_mask': {'rollout_importance_sampling_mode': 'sequence_mask', 'rollout_importance_sampling_threshold': 1.2},
+    'off-policy mask': {'off_policy_sequence_mask_delta': 0.05},
+    'off-policy mask against the old policy': {'off_policy_sequence_mask_delta': 0.05, 'no_rollout': True},
+    'entropy quantile': {'top_entropy_quantile': 0.3},
+    'entropy quantile and beta': {'top_entropy_quantile': 0.3, 'beta': 0.1, 'overlong_filter': True},
+    'rollout correction and beta': {'beta': 0.1, 'rollout_importance_sampling_mode': 'sequence_mask'},
+    'on-policy': {'on_policy': True, 'beta': 0.1},
     'everything': dict(overlong_filter=True, **EVERYTHING),
     'everything, on-policy': dict(overlong_filter=True, on_policy=True, **EVERYTHING),
 }
@@ -68,11 +68,11 @@ def test_loss_and_gradient_equal_ms_swift_however_the_step_is_cut(loss_type, lev
 
 
 @pytest.mark.parametrize('extra', [
-    dict(fipo_clip_high_only=False),
-    dict(fipo_clip_range=None),
-    dict(fipo_clip_range=0.0, fipo_safety_threshold=None),
-    dict(fipo_clip_range=None, fipo_decay_rate=3.0, fipo_safety_threshold=1.1),
-    dict(fipo_clip_range=0.5, delta=1.3),
+    {'fipo_clip_high_only': False},
+    {'fipo_clip_range': None},
+    {'fipo_clip_range': 0.0, 'fipo_safety_threshold': None},
+    {'fipo_clip_range': None, 'fipo_decay_rate': 3.0, 'fipo_safety_threshold': 1.1},
+    {'fipo_clip_range': 0.5, 'delta': 1.3},
 ])
 def test_fipo_settings_equal_ms_swift(extra):
     config, step, overlong_filter = build('fipo', 'token', extra)
@@ -82,8 +82,8 @@ def test_fipo_settings_equal_ms_swift(extra):
     assert_close_gradients(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize('loss_type, extra', [('sapo', dict(tau_pos=2.0, tau_neg=0.5)), ('real', dict(real_tau=0.2)),
-                                              ('cispo', dict(epsilon_high=2.0))])
+@pytest.mark.parametrize('loss_type, extra', [('sapo', {'tau_pos': 2.0, 'tau_neg': 0.5}), ('real', {'real_tau': 0.2}),
+                                              ('cispo', {'epsilon_high': 2.0})])
 def test_temperatures_and_bounds_equal_ms_swift(loss_type, extra):
     config, step, overlong_filter = build(loss_type, 'token', extra)
     expected_loss, expected_gradient, _ = reference_loss(config, step, overlong_filter)
@@ -106,6 +106,17 @@ def test_metrics_carry_the_names_and_numbers_of_ms_swift(loss_type, mode):
     assert {'kl', 'entropy/mean', 'entropy/threshold', 'rollout_correction/chi2_seq'} <= set(expected)
     for name in set(expected) - layout_dependent:
         assert split[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize('loss_type', ['grpo', 'cispo', 'fipo', 'bnpo'])
+def test_kl_and_clip_metrics_leave_out_what_ms_swift_leaves_out(loss_type):
+    config, step, overlong_filter = build(loss_type, 'token', SWITCHES['everything'])
+    _, _, expected = reference_loss(config, step, overlong_filter)
+    _, _, metrics = our_loss(config, step, overlong_filter, SPLITS['groups torn apart'])
+    names = [name for name in expected if name.startswith(('kl', 'cispo', 'fipo', 'clip_ratio')) and not name.endswith(('min', 'max'))]
+    assert len(names) == {'grpo': 4, 'bnpo': 4, 'cispo': 2, 'fipo': 7}[loss_type]
+    for name in names:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 
 def test_metrics_do_not_depend_on_the_split():
@@ -173,10 +184,22 @@ def test_environment_tokens_between_two_turns_carry_no_loss(loss_type, level):
     assert_close_gradients(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize('loss_type', [name for name in LOSS_TYPES if name not in ('real', 'fipo')])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_teacher_s_advantages_token_by_token_equal_ms_swift(loss_type, level):
+    switches = {**EVERYTHING, 'off_policy_sequence_mask_delta': None}
+    config, step, overlong_filter = build(loss_type, level, {**switches, 'has_teacher': True, 'overlong_filter': True})
+    step.teacher_K, step.teacher_kl_coef = step.ref_K.flip(0), 0.6
+    expected_loss, expected_gradient, _ = reference_loss(config, step, overlong_filter)
+    loss, gradient, _ = our_loss(config, step, overlong_filter, SPLITS['groups torn apart'])
+    assert_close_losses(loss, expected_loss)
+    assert_close_gradients(gradient, expected_gradient)
+
+
 def test_overflow_at_a_masked_token_does_not_reach_the_gradient():
     step = make_step()
     step.new_K[step.ids_K == 7] = 1e4  # the truncated sequence: its ratio would be infinite
-    config, _, _ = build('grpo', 'token', dict(beta=0.1))
+    config, _, _ = build('grpo', 'token', {'beta': 0.1})
     loss, gradient, _ = our_loss(config, step, True, SPLITS['one micro-batch'])
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()

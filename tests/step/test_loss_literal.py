@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.step.loss import LOSSES, kl_k3, policy_loss
-from swift_megatron_grpo.step.loss_config import LossConfig
+from swift_megatron_grpo.step.loss_config import LEVELS, LossConfig
 from swift_megatron_grpo.types import LossInputs
 from tests.step.loss_reference import SPLITS, make_step, our_loss
 
@@ -79,6 +79,27 @@ def test_a_token_that_is_not_kept_gives_its_kl_and_nothing_else():
     assert gradient == pytest.approx([-0.5, 0.25 * (1 - math.e)])
 
 
+def test_the_least_and_the_most_clipped_sequence_are_logged():
+    """Ratios 0.5 with a negative and 2 with a positive advantage are clipped: 1/2 and 1/1 of two sequences; 1/2 and 0/1."""
+    new_C = torch.tensor([0.5, 1.0, 0.5]).log()
+    inputs = LossInputs(new_logprobs_C=new_C, old_logprobs_C=torch.zeros(3), advantages_C=torch.tensor([-1.0, -1.0, -1.0]),
+                        weights_C=torch.ones(3), sequence_ids_C=torch.tensor([0, 0, 2]), num_sequences=3)
+    maxima = policy_loss(LossConfig(), inputs)[1].maxima
+    assert -float(maxima['clip_ratio/low_min']) == 0.5  # the sequence without tokens does not count
+    assert float(maxima['clip_ratio/high_max']) == 0.0
+    inputs.new_logprobs_C, inputs.advantages_C = torch.tensor([2.0, 1.0, 1.0]).log(), torch.ones(3)
+    maxima = policy_loss(LossConfig(), inputs)[1].maxima
+    assert -float(maxima['clip_ratio/low_min']) == 0.0
+    assert float(maxima['clip_ratio/high_max']) == 0.5
+
+
+def test_real_takes_its_value_from_the_step_and_does_not_look_at_the_entropy_filter():
+    loss, gradient, _ = run(LossConfig(loss_type='real'), [1.0, 2.0], [1.0, -1.0], [0.5, 0.5], [0, 1], keep_C=torch.tensor([False, False]),
+                            coefficient_C=torch.tensor([-1.0, 1.0]), coupled_loss=torch.tensor(1.5))
+    assert loss == pytest.approx(1.5)
+    assert gradient == [-1.0, 1.0]
+
+
 def test_k3_at_its_bounds():
     new_C = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
     kl_C = kl_k3(new_C, torch.tensor([0.0, 1.0, 30.0]))
@@ -88,12 +109,12 @@ def test_k3_at_its_bounds():
 
 
 @pytest.mark.parametrize('arguments', [
-    dict(loss_type='luspo', importance_sampling_level='sequence', beta=0.1),
-    dict(loss_type='gmpo', epsilon=0.4, beta=0.1, off_policy_sequence_mask_delta=0.05),
-    dict(loss_type='grpo', dual_clip=1.5, rollout_importance_sampling_mode='token_mask'),
-    dict(loss_type='dapo', kl_cov_ratio=0.2, kl_cov_coef=0.7, top_entropy_quantile=0.6),
-    dict(loss_type='dapo', clip_cov_ratio=0.3, clip_cov_low=0.0, top_entropy_quantile=0.6),
-    dict(loss_type='bnpo', clip_cov_ratio=0.3, clip_cov_low=0.0, off_policy_sequence_mask_delta=0.05),
+    {'loss_type': 'luspo', 'importance_sampling_level': 'sequence', 'beta': 0.1},
+    {'loss_type': 'gmpo', 'epsilon': 0.4, 'beta': 0.1, 'off_policy_sequence_mask_delta': 0.05},
+    {'loss_type': 'grpo', 'dual_clip': 1.5, 'rollout_importance_sampling_mode': 'token_mask'},
+    {'loss_type': 'dapo', 'kl_cov_ratio': 0.2, 'kl_cov_coef': 0.7, 'top_entropy_quantile': 0.6},
+    {'loss_type': 'dapo', 'clip_cov_ratio': 0.3, 'clip_cov_low': 0.0, 'top_entropy_quantile': 0.6},
+    {'loss_type': 'bnpo', 'clip_cov_ratio': 0.3, 'clip_cov_low': 0.0, 'off_policy_sequence_mask_delta': 0.05},
 ])
 def test_our_own_losses_do_not_depend_on_the_split(arguments):
     config, step = LossConfig(**arguments), make_step()
@@ -124,3 +145,28 @@ def test_a_micro_batch_without_tokens_gives_zero_tied_to_the_graph(loss_type):
     assert parameter.grad.tolist() == [0.0, 0.0, 0.0]
     assert all(float(total) == 0.0 and float(count) == 0.0 for total, count in sums.means.values())
     assert all(float(value) == -math.inf for value in sums.maxima.values())
+
+
+@pytest.mark.parametrize('loss_type, level', [
+    (loss_type, level) for loss_type in sorted(LOSSES) for level in LEVELS
+    if (loss_type, level) != ('luspo', 'token') and (loss_type != 'gmpo' or level == 'token')])
+def test_no_value_is_read_on_the_host(loss_type, level):
+    """A meta tensor has no values: whoever waits for the device to read one stops with an error here."""
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, log_entropy=True, epsilon_high=0.3,
+                        log_rollout_offpolicy_metrics=True, rollout_importance_sampling_mode='sequence_truncate',
+                        off_policy_sequence_mask_delta=0.1)
+
+    def floats():
+        return torch.empty(7, device='meta')
+
+    new_C = floats().requires_grad_()
+    loss, sums = policy_loss(
+        config,
+        LossInputs(new_logprobs_C=new_C, old_logprobs_C=floats(), advantages_C=floats(), weights_C=floats(),
+                   sequence_ids_C=torch.empty(7, dtype=torch.int64, device='meta'), num_sequences=3, ref_logprobs_C=floats(),
+                   rollout_logprobs_C=floats(), entropies_C=floats(), keep_C=torch.empty(7, dtype=torch.bool, device='meta'),
+                   coefficient_C=floats(), coupled_loss=torch.empty((), device='meta')))
+    loss.backward()
+    assert loss.shape == () and loss.device.type == 'meta'
+    assert new_C.grad.shape == (7, )
+    assert len(sums.means) >= 17

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Table rows: Megatron's own: layout, kernels, precision, optimizer, checkpoint (see fields.py for the columns)."""
 
 ROWS = r"""

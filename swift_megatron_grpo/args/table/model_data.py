@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Table rows: model, template, data, tuner (see fields.py for the columns)."""
 
 ROWS = r"""
@@ -12,7 +11,7 @@ tuner_backend | both | str{peft,unsloth} | "peft" | "peft" | refused | - | unslo
 tuner_type | both | str | "lora" | "full" | kept | - | lora where nothing is said, as in swift rlhf; lora, full and lora_llm work
 model | both | str | null | null | kept | - |
 model_type | both | str | null | null | kept | - |
-model_revision | both | str | null | null | kept | - |
+model_revision | both | str | null | null | refused | - | give the local path of that revision instead
 task_type | both | str{causal_lm,seq_cls,embedding,reranker,generative_reranker,decision} | null | null | kept | - | causal_lm only
 torch_dtype | both | str{bfloat16,float16,float32} | null | null | kept | - | also sets bf16 and fp16
 attn_impl | both | str | null | null | converted | attention_backend | flash_attn and flash_attention_2: flash; flash_attention_3: flash_3; sdpa: flash (same mathematics); eager: unfused, without packing

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Table rows: rollouts, rewards, losses, reward and teacher models (see fields.py for the columns)."""
 
 ROWS = r"""

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Table rows: training loop, optimizer, logging, checkpoints, evaluation (see fields.py for the columns)."""
 
 ROWS = r"""

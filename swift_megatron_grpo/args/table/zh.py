@@ -1,7 +1,6 @@
-# ruff: noqa: E501
 """Chinese for the sentences of the table and of docs/arguments.md; a sentence that is not here stays English."""
 
-SENTENCES = {
+SENTENCES: dict[str, str] = {
     'always handed on; default output/<model name>, as in swift rlhf': '始终传给训练进程；默认 output/<模型名>，与 swift rlhf 相同',
     'completions in one micro-batch of one data-parallel rank': '一个数据并行 rank 的一个 micro-batch 中的 completion 数',
     'a fraction is kept; max_steps wins; 3.0 where nothing is said, as in swift rlhf': '小数保留；max_steps 优先；不写时为 3.0，与 swift rlhf 相同',
