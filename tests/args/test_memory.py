@@ -165,10 +165,11 @@ def test_the_plan_has_the_estimate_and_says_when_it_does_not_fit(workplace):
     assert any('does not fit' in warning and '32 (TP 8, PP 2' in warning for warning in plan.warnings), plan.warnings
 
 
-def test_the_precision_of_the_checkpoint_counts_where_nothing_is_said(workplace):
+def test_the_precision_is_the_one_that_ms_swift_takes(workplace):
     text = '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --tuner_type full'
-    argv = text.split()
-    single = resolve(argv, {}).memory
-    half = resolve([*argv, '--torch_dtype', 'bfloat16'], {}).memory
-    assert (single['weights'], half['weights']) == (4 * 95168, 2 * 95168)
+    single = resolve([*text.split(), '--fp16', 'false', '--bf16', 'false'], {}).memory
+    half = resolve([*text.split(), '--torch_dtype', 'bfloat16'], {}).memory
+    mixed = resolve(text.split(), {})
+    assert (single['weights'], half['weights'], mixed.memory['weights']) == (4 * 95168, 2 * 95168, 2 * 95168)
     assert (single['optimizer'], half['optimizer']) == (8 * 95168, 12 * 95168)
+    assert any('fp16 mixed precision' in warning for warning in mixed.warnings)
