@@ -51,10 +51,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
     def __init__(self, args: Any, template: Any):
+        self.rewarder = Rewarder(args)  # a reward function that does not exist is found before a model is built
         super().__init__(args, template)
+        self.rewarder.trainer_state = self.state
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
-        self.rewarder = Rewarder(args, self.state)
         self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
