@@ -33,11 +33,12 @@ _MOE = {
     '235b-a22b': {'hidden_size': 4096, 'moe_intermediate_size': 1536, 'num_hidden_layers': 94, 'num_attention_heads': 64},
 }
 _DEEPSEEK_V3 = {
-    'model_type': 'deepseek_v3', 'hidden_size': 7168, 'intermediate_size': 18432, 'moe_intermediate_size': 2048, 'num_hidden_layers': 61,
-    'num_attention_heads': 128, 'q_lora_rank': 1536, 'kv_lora_rank': 512, 'qk_nope_head_dim': 128, 'qk_rope_head_dim': 64,
-    'v_head_dim': 128, 'n_routed_experts': 256, 'n_shared_experts': 1, 'num_experts_per_tok': 8, 'first_k_dense_replace': 3, 'vocab_size': 129280,
-    'tie_word_embeddings': False, 'torch_dtype': 'bfloat16',
-}  # fmt: skip
+    **{'model_type': 'deepseek_v3', 'vocab_size': 129280, 'tie_word_embeddings': False, 'torch_dtype': 'bfloat16'},
+    **{'hidden_size': 7168, 'intermediate_size': 18432, 'moe_intermediate_size': 2048, 'num_hidden_layers': 61},
+    **{'num_attention_heads': 128, 'q_lora_rank': 1536, 'kv_lora_rank': 512},
+    **{'qk_nope_head_dim': 128, 'qk_rope_head_dim': 64, 'v_head_dim': 128},
+    **{'n_routed_experts': 256, 'n_shared_experts': 1, 'num_experts_per_tok': 8, 'first_k_dense_replace': 3},
+}
 _DENSE_KEYS = (
     *('hidden_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads'),
     *('intermediate_size', 'vocab_size', 'tie_word_embeddings'),
