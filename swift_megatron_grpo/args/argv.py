@@ -53,6 +53,11 @@ def read_config(path: str) -> dict[str, Any]:
             text = file.read()
     except OSError as error:
         raise UserError(f'The configuration file {path} cannot be read: {error.strerror}.') from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: str) -> dict[str, Any]:
+    """The mapping in a text that came from ``path``: JSON where the name says so, YAML (which JSON is part of) else. Raises UserError."""
     if path.lower().endswith('.json'):
         try:
             config = json.loads(text)

@@ -233,7 +233,7 @@ class ScriptReader:
     def expand(self, word: Word) -> list[str]:
         """The fields that a word becomes: variables replaced, unquoted ones split at blanks, arrays one field an element."""
         fields: list[str] = ['']
-        has_text = False
+        has_text = vanished = False
         for text, quoted, expands in word.parts:
             if not expands:
                 fields[-1] += text
@@ -241,11 +241,12 @@ class ScriptReader:
                 continue
             values = self._expand_dollar(text, quoted)
             if not values:
+                vanished = True  # "$@" and "${empty[@]}" are no word at all, also inside quotes
                 continue
             has_text = has_text or quoted or any(values)
             fields[-1] += values[0]
             fields += values[1:]
-        return fields if has_text else []
+        return fields if has_text and not (vanished and fields == ['']) else []
 
     def _expand_dollar(self, text: str, quoted: bool) -> list[str]:
         if text.startswith('$(('):
@@ -256,6 +257,9 @@ class ScriptReader:
         body = text[2:-1] if text.startswith('${') else text[1:]
         if not body:
             return ['$']
+        if body in '@*':
+            self._note(f'{text} stands for the arguments of the script; they are not known here, and count as none.')
+            return []
         array = re.fullmatch(r'([A-Za-z_]\w*)\[([@*]|\d+)\]', body)
         if array is not None:
             value = self.lookup(array.group(1))
@@ -348,6 +352,11 @@ class ScriptReader:
             return
         if expanded[0] == 'cd' and len(expanded) > 1:
             self.folder = os.path.join(self.folder, os.path.expanduser(expanded[1]))
+            return
+        if expanded[0] == 'for' and len(expanded) > 3 and expanded[2] == 'in':
+            self.variables[expanded[1]] = expanded[3]
+            if len(expanded) > 4:
+                self._note(f'The loop over {expanded[1]} is read once, with {expanded[3]}.')
             return
         if (
             expanded[0] == 'for'
