@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import operator
 import os
 import re
 from collections.abc import Mapping
+
+from .shell_values import evaluate, trim
 
 _OPERATORS = ('&&', '||', ';;', ';', '|', '&', '\n', '(', ')')
 _KEYWORDS = ('then', 'do', 'else', 'elif', 'if', 'while', 'until', '{', '}', '!', 'time', 'fi', 'done', 'esac')
@@ -294,7 +295,7 @@ class ScriptReader:
             self._note(f'${name} is not set anywhere in the script or the environment; it counts as empty.')
             return ''
         if op in ('#', '##', '%', '%%'):
-            return _trim(plain, op, self._expand_text(argument))
+            return trim(plain, op, self._expand_text(argument))
         if op in ('/', '//'):
             old, _, new = argument.partition('/')
             return plain.replace(old, new) if op == '//' else plain.replace(old, new, 1)
@@ -320,7 +321,7 @@ class ScriptReader:
             r'\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)', lambda match: str(self.lookup(match.group(1) or match.group(2)) or 0), text
         )
         try:
-            return str(_evaluate(ast.parse(plain.strip(), mode='eval').body))
+            return str(evaluate(ast.parse(plain.strip(), mode='eval').body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             self._note(f'$(({text})) is not understood, and counts as 0.')
             return '0'
@@ -397,38 +398,3 @@ class ScriptReader:
             value = self.variables.get(name)
             if export and isinstance(value, str):
                 self.exported[name] = value
-
-
-def _trim(value: str, op: str, pattern: str) -> str:
-    """${VAR#pattern} and its relatives, with * and ? as the only wildcards."""
-    expression = re.escape(pattern).replace(r'\*', '.*' if len(op) == 2 else '.*?').replace(r'\?', '.')
-    if op.startswith('#'):
-        return re.sub(f'^{expression}', '', value, count=1)
-    found = [index for index in range(len(value) + 1) if re.fullmatch(expression.replace('.*?', '.*'), value[index:])]
-    if not found:
-        return value
-    return value[: found[0] if op == '%%' else found[-1]]
-
-
-_BINARY = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
-
-
-def _evaluate(node: ast.AST) -> int:
-    """Whole-number arithmetic of the four kinds. Raises ValueError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        result: int = _BINARY[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-        return result
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    raise ValueError('not whole-number arithmetic')
