@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -187,7 +186,3 @@ def world_size_of(environ: Mapping[str, str]) -> tuple[int, str]:
     if 'NNODES' in environ:
         return nodes, 'NNODES'
     return 1, ''
-
-
-def is_folder_or_file(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))
