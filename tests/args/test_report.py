@@ -221,3 +221,14 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(capsys, monkeypatch):
     assert code == 2
     assert 'wrong    ms-swift        4.5.0; >= 4.6 and < 4.7 is needed' in out
     assert 'missing  mcore-bridge    for training: pip install "mcore-bridge>=1.6.5,<1.7"' in out
+
+
+def test_arguments_explains_one_and_lists_the_own_ones(capsys):
+    code, out, _ = run_cli(capsys, 'arguments', '--learning_rate', 'quant-bits')
+    assert code == 0
+    assert '--learning_rate (float; default None): renamed -> lr' in out
+    assert '--quant_bits (1, 2, 3, 4, 8, float8; default None): refused. Megatron trains unquantised weights' in out
+    code, out, _ = run_cli(capsys, 'arguments')
+    assert '--dual_clip (float; default None): kept. Lower-bound clip c > 1' in out
+    code, out, _ = run_cli(capsys, 'arguments', 'learnin_rate')
+    assert (code, 'did you mean --learning_rate' in out) == (2, True)
