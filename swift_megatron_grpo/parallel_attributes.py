@@ -97,6 +97,8 @@ def _set_replicas(parameter: torch.Tensor) -> bool:
     own = mpu.get_expert_data_parallel_world_size()
     if own == mpu.get_data_parallel_world_size(with_context_parallel=True) or not getattr(parameter, 'allreduce', True):
         return False
+    if hasattr(parameter, 'main_grad'):
+        raise RuntimeError('mark_tensor_parallel came after DistributedDataParallel, which has sorted the experts among the replicas of the rest')
     parameter.allreduce = False
     return True
 
