@@ -116,7 +116,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _replay(self, index: int) -> ScoredRollouts:
         path = frozen.generation_path(self.args.replay_rollouts, index)
-        scored, head = frozen.read_generation(path, self.rewarder.names)
+        scored, _ = frozen.read_generation(path, self.rewarder.names)
         expected = self.args.generation_batch_size
         if len(scored.rollouts) != expected:
             raise UserError(f'{path} holds {len(scored.rollouts)} rollouts, but this run has generation_batch_size {expected}.')
@@ -263,7 +263,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.completions.write([{
             'gen_step': self.state.iteration,
             'generation': index,
-            'prompt': [message for message in scored.samples_P[rollout.prompt_index].messages],
+            'prompt': scored.samples_P[rollout.prompt_index].messages,
             'completion': rollout.messages[-1]['content'],
             **dict(zip(self.rewarder.names, rewards)),
             'advantages': advantage,

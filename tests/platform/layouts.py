@@ -123,7 +123,8 @@ def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options
     config = ModelConfig(
         params_dtype=torch.float32, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None,
+        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, overlap_p2p_comm=layout.vpp is not None,
+        batch_p2p_comm=layout.vpp is None,
         calculate_per_token_loss=True, **fields)
     models = get_mcore_model(config)
     config.bridge.load_weights(models, str(folder))

@@ -154,7 +154,7 @@ def collectives():
     summed = torch.zeros(3 - rank)
     dist.reduce_scatter(summed, list((torch.arange(5.) * (rank + 1)).split([3, 2])))
     moved = torch.zeros(4 if rank else 2)
-    sizes = torch.tensor([1, 2] if rank == 0 else [1, 2])
+    sizes = torch.tensor([1, 2])
     dist.all_to_all_single(moved, torch.arange(3.) + 10 * rank, torch.tensor([2, 2]) if rank else torch.tensor([1, 1]), sizes)
     gathered = gather_object([rank])
     sent = [f'from {rank}']
