@@ -290,6 +290,13 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--vllm_mode colocate --vllm_max_model_len 400', 'leaves no room'),
         ('--verify_weight_sync sometimes', 'first, off'),
         ('--backend megatorn', 'megatron'),
+        ('--min_p 0.1', 'transformers engine'),
+        ('--multi_turn_scheduler gym_sheduler --vllm_mode colocate', 'Did you mean gym_scheduler?'),
+        ('--multi_turn_scheduler gym_scheduler --gym_env maths_env --vllm_mode colocate', 'Did you mean math_env?'),
+        ('--use_gym_env true --vllm_mode colocate', '--multi_turn_scheduler gym_scheduler'),
+        ('--vllm_mode server --vllm_server_host a b c --vllm_server_group_port 1 2', '3 servers'),
+        ('--vllm_mode server --vllm_server_host a b c --vllm_server_port 1 2', '3 hosts'),
+        ('--reward_model m/r --reward_model_plugin genrn', 'Did you mean genrm?'),
     ],
 )
 def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(text, words, workplace):
@@ -341,10 +348,16 @@ def test_a_reward_of_a_plugin_is_read_from_its_source(workplace):
 
 def test_a_resumed_run_names_megatrons_checkpoint_arguments(workplace):
     (workplace / 'checkpoint-5').mkdir()
+    assert 'not a complete checkpoint' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
+    (workplace / 'checkpoint-5' / 'latest_checkpointed_iteration.txt').write_text('5', encoding='utf-8')
+    (workplace / 'checkpoint-5' / 'args.json').write_text('{"no_save_optim": true}', encoding='utf-8')
+    assert 'without optimizer state' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
+    (workplace / 'checkpoint-5' / 'args.json').write_text('{"no_save_optim": false}', encoding='utf-8')
     values = values_of(plan_of('--resume_from_checkpoint checkpoint-5'))
     assert (values['mcore_adapter'], values['finetune']) == ('checkpoint-5', 'false')
     values = values_of(plan_of('--resume_from_checkpoint checkpoint-5 --tuner_type full --resume_only_model true'))
     assert (values['mcore_model'], values['finetune'], values['no_load_optim']) == ('checkpoint-5', 'true', 'true')
+    (workplace / 'checkpoint-5' / 'latest_checkpointed_iteration.txt').unlink()
     (workplace / 'checkpoint-5' / 'trainer_state.json').write_text('{}', encoding='utf-8')
     assert 'transformers trainer' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
 
