@@ -123,8 +123,8 @@ def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options
     config = ModelConfig(
         params_dtype=torch.float32, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None,
-        calculate_per_token_loss=True, **fields)
+        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp,
+        overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None, calculate_per_token_loss=True, **fields)
     models = get_mcore_model(config)
     config.bridge.load_weights(models, str(folder))
     if marked:
@@ -206,7 +206,8 @@ def _wrapped(config: Any, models: list[torch.nn.Module], distributed: bool) -> t
     wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer='adam', lr=ADAM['lr'], adam_beta1=ADAM['betas'][0], adam_beta2=ADAM['betas'][1], adam_eps=ADAM['eps'],
-                        weight_decay=ADAM['weight_decay'], params_dtype=torch.float32, use_distributed_optimizer=distributed, clip_grad=1e9),
+                        weight_decay=ADAM['weight_decay'], params_dtype=torch.float32, use_distributed_optimizer=distributed,
+                        clip_grad=1e9),
         wrapped)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -140,4 +140,5 @@ def test_a_vocabulary_that_tensor_parallel_does_not_divide_is_padded(ranks, tiny
 @pytest.mark.parametrize('layout', [Layout(world=2), Layout(tp=2, world=2), Layout(pp=2, world=2), Layout(ep=2, world=2)], ids=layouts.name)
 def test_checkpoint_of_model_and_distributed_optimizer_comes_back_bit_for_bit(layout, ranks, tiny_model, tmp_path):
     folder = tiny_model('qwen3_moe' if layout.ep > 1 else 'qwen3')
-    assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), str(tmp_path / 'checkpoint'), world_size=2) == [(True, True)] * 2
+    directory = str(tmp_path / 'checkpoint')
+    assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), directory, world_size=2) == [(True, True)] * 2
