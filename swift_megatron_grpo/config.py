@@ -106,6 +106,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             # No NCCL, no fused kernels; everything else is as on an accelerator.
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
+            if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
+                # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
+                self.fp16 = self.bf16 = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()

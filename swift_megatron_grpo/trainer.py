@@ -51,10 +51,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
     def __init__(self, args: Any, template: Any):
+        self.rewarder = Rewarder(args)  # a reward function that does not exist is found before a model is built
         super().__init__(args, template)
+        self.rewarder.trainer_state = self.state
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
-        self.rewarder = Rewarder(args, self.state)
         self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
@@ -115,7 +116,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _replay(self, index: int) -> ScoredRollouts:
         path = frozen.generation_path(self.args.replay_rollouts, index)
-        scored, head = frozen.read_generation(path, self.rewarder.names)
+        scored, _ = frozen.read_generation(path, self.rewarder.names)
         expected = self.args.generation_batch_size
         if len(scored.rollouts) != expected:
             raise UserError(f'{path} holds {len(scored.rollouts)} rollouts, but this run has generation_batch_size {expected}.')
@@ -262,7 +263,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.completions.write([{
             'gen_step': self.state.iteration,
             'generation': index,
-            'prompt': [message for message in scored.samples_P[rollout.prompt_index].messages],
+            'prompt': scored.samples_P[rollout.prompt_index].messages,
             'completion': rollout.messages[-1]['content'],
             **dict(zip(self.rewarder.names, rewards)),
             'advantages': advantage,

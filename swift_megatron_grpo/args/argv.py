@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +52,11 @@ def read_config(path: str) -> dict[str, Any]:
             text = file.read()
     except OSError as error:
         raise UserError(f'The configuration file {path} cannot be read: {error.strerror}.') from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: str) -> dict[str, Any]:
+    """The mapping in a text that came from ``path``: JSON where the name says so, YAML (which JSON is part of) else. Raises UserError."""
     if path.lower().endswith('.json'):
         try:
             config = json.loads(text)
@@ -182,7 +186,3 @@ def world_size_of(environ: Mapping[str, str]) -> tuple[int, str]:
     if 'NNODES' in environ:
         return nodes, 'NNODES'
     return 1, ''
-
-
-def is_folder_or_file(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -82,7 +83,11 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
 
 def _read(name: str) -> tuple[scripts.Script, bool]:
     if name == '-':
-        return scripts.read_script(sys.stdin.read(), os.environ), False
+        text = sys.stdin.read()
+        script = scripts.read_script(text, os.environ)
+        if not script.found and re.search(r'^["\s{]*rlhf_type"?\s*:', text, flags=re.MULTILINE):
+            return scripts.read_yaml_text(text, 'standard input', os.environ), True
+        return script, False
     if name.lower().endswith(('.yaml', '.yml', '.json')):
         return scripts.read_yaml(name, os.environ), True
     try:

@@ -14,6 +14,7 @@ from .batch_plan import counts_micro_steps, resolve_batch
 from .command import megatron_command, worker_argv
 from .convert import full_recompute
 from .fields import all_fields
+from .known_models import known_config
 from .layout import resolve_layout
 from .memory_plan import estimate_for
 from .pending import unfinished
@@ -263,9 +264,17 @@ def _model_name(t: Translation) -> str:
 
 
 def _model_config(t: Translation, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The model's config.json, or the published sizes of a model that is not on this machine."""
     name = t.effective('model')
-    path = model_files.find_config(name, environ) if isinstance(name, str) else None
-    return None if path is None else model_files.read_config(path)
+    if not isinstance(name, str):
+        return None
+    path = model_files.find_config(name, environ)
+    if path is not None:
+        return model_files.read_config(path)
+    known = None if model_files.is_path(name) else known_config(name)
+    if known is not None:
+        t.warnings.append(f'config.json of {name} is not on this machine; the published sizes of the model are used for the estimate.')
+    return known
 
 
 def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, config: dict[str, Any] | None) -> None:

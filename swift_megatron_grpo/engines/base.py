@@ -63,7 +63,7 @@ class RolloutEngine(abc.ABC):
         if level:
             raise NotImplementedError(f'{type(self).__name__} cannot sleep')
 
-    def wake(self, tags: Sequence[str]) -> None:
+    def wake(self, tags: Sequence[str]) -> None:  # noqa: B027 (an engine that never sleeps has nothing to do)
         """Takes memory for 'weights' or 'kv_cache' again."""
 
     @abc.abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import torch
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from swift.rl_core.data import GRPOSample
 from swift.template import Template

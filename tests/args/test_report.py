@@ -173,6 +173,10 @@ def test_plan_reads_standard_input_and_yaml(workplace, capsys, monkeypatch):
     code, out, _ = run_cli(capsys, 'plan', '-', '--world_size', '8', '--json')
     assert json.loads(out)['batch_plan']['world_size'] == 8
     assert code == 0
+    yaml = 'rlhf_type: grpo\nmodel: tiny\ndataset: data.jsonl\nreward_funcs: accuracy\nbatch_check: exact\n'
+    monkeypatch.setattr('sys.stdin', io.StringIO(yaml))
+    code, out, _ = run_cli(capsys, 'plan', '-', '--world_size', '8', '--json')
+    assert (code, json.loads(out)['batch_plan']['world_size']) == (0, 8)
     (workplace / 'run.yaml').write_text(
         'rlhf_type: grpo\nmodel: tiny\ndataset: data.jsonl\nreward_funcs: accuracy\nbatch_check: exact\n', encoding='utf-8'
     )

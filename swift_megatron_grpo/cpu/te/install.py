@@ -1,4 +1,5 @@
 """Puts the stand-in under the name `transformer_engine` (import tier 2)."""
+import itertools
 import contextlib
 import enum
 import importlib.machinery
