@@ -473,3 +473,19 @@ def test_key_value_heads_and_tensor_parallel_must_fit(workplace):
     argv = BASE.replace('--model tiny', '--model Qwen/Qwen2.5-14B').split()
     plan = resolve([*argv, '--tensor_model_parallel_size', '5', '--gradient_accumulation_steps', '8'], {'NPROC_PER_NODE': '5'})
     assert any('8 key/value heads' in error for error in plan.errors), plan.errors
+
+
+def test_an_argument_that_is_said_to_be_unread_is_read_nowhere():
+    import re
+    from pathlib import Path
+
+    from swift_megatron_grpo.args.pending import UNREAD
+
+    package = Path(__file__).resolve().parents[2] / 'swift_megatron_grpo'
+    code = '\n'.join(
+        path.read_text(encoding='utf-8')
+        for path in package.rglob('*.py')
+        if path.name != 'config.py' and path.parts[-2] not in ('args', 'table')
+    )
+    for name, *_ in UNREAD:
+        assert not re.search(rf'\b{name}\b', code), f'{name} is read now: take it out of UNREAD in args/pending.py'
