@@ -22,9 +22,10 @@ from .engines import RolloutEngine, build_engine
 from .errors import UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
-from .parallel import build_topology
+from .parallel import agree, build_topology
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
+from .residency import MegatronMovers, Residency, Stage
 from .step import frozen
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
@@ -60,14 +61,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
+        self.residency = Residency(MegatronMovers(self), sleep_level=args.sleep_level, offload_model=args.offload_model,
+                                   offload_optimizer=args.offload_optimizer, offload_bridge=args.offload_bridge)
         if args.replay_rollouts is None:
+            self.residency.to(Stage.BUILDING)
             self.engine = build_engine(args, template, self.topology, self.device)
-            self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
+            self.residency.attach(self.engine)
+            self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
-        self.synced_version = -1
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -92,6 +97,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args = self.args
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
+        self.residency.to(Stage.TRAINING)
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self.learner.add_logprobs(steps)
         self.window.add_values(self.learner.add_advantages(steps, scored))
@@ -105,7 +111,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         prompts = self.prompts.take(index)
         self.sync_weights()
         scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
-                                   version=self.synced_version)
+                                   version=self.engine.version)
         if args.save_rollouts is not None and self.topology.is_logging_rank:
             frozen.write_generation(frozen.generation_path(args.save_rollouts, index), index, scored, self.rewarder.names, args.seed)
         return scored
@@ -133,11 +139,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def sync_weights(self) -> None:
         """The policy's weights to the engine, where they changed since the last time."""
         version = self.progress.policy_version
-        if version == self.synced_version or self.engine is None:
+        if self.engine is None or version == self.engine.version:
             return
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
-        self.synced_version = version
 
     # -- rhythm ----------------------------------------------------------------------------------------------------------------------------
 
@@ -167,10 +172,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             source = PromptSource(val_dataset, 1, shuffle=False, seed=args.seed)
             prompts = [prompt for index in range(batch * size, last) for prompt in source.take(index)]
             scored = self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
-                                       version=self.synced_version)
+                                       version=self.engine.version)
             self.eval_window.add_values(self.learner.reward_metrics(scored))
             self.eval_window.add_values(completion_metrics(scored.rollouts))
             self.call_event('on_eval_step')
+        self.residency.to(Stage.TRAINING)
         metrics = self.eval_window.flush()
         self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
         self.call_event('on_eval_end')

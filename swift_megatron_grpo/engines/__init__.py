@@ -21,6 +21,25 @@ def engine_group(rank: int, world_size: int, ranks_per_engine: int) -> EngineGro
                        size=ranks_per_engine)
 
 
+def check_arguments(args: Any) -> None:
+    """Raises UserError for what an engine would refuse after the model was loaded. Pure."""
+    from .. import cpu
+    from ..errors import UserError
+    if args.sleep_level not in (0, 1, 2):
+        raise UserError(f'--sleep_level {args.sleep_level}: 0 (the engine keeps its memory), 1 (its weights wait in host memory) or 2 (they are '
+                        'dropped and sent anew).')
+    if args.use_vllm and args.vllm_mode == 'colocate' and args.sleep_level > 0 and cpu.is_active():
+        raise UserError(f"--sleep_level {args.sleep_level}: vLLM's CPU build has no sleep mode; use 0 here. On a GPU it is passed through.")
+    if args.use_vllm and args.vllm_mode == 'server':
+        from .vllm_server import addresses
+        addresses(args)
+    if str(args.verify_weight_sync) not in ('off', 'first') and not (str(args.verify_weight_sync).isdigit() and
+                                                                    int(args.verify_weight_sync) > 0):
+        raise UserError(f'--verify_weight_sync {args.verify_weight_sync}: first, off, or a number N > 0 (after every N-th sync).')
+    if float(args.weight_sync_bucket_mb) <= 0:
+        raise UserError(f'--weight_sync_bucket_mb {args.weight_sync_bucket_mb}: a size in MiB, above 0.')
+
+
 def build_engine(args: Any, template: Any, topology: Topology, device: torch.device) -> RolloutEngine:
     """The engine that the arguments ask for. All ranks, collective."""
     rank, world_size = topology.rank, topology.world_size
@@ -28,6 +47,9 @@ def build_engine(args: Any, template: Any, topology: Topology, device: torch.dev
     if not args.use_vllm:
         from .transformers_engine import TransformersRolloutEngine
         return TransformersRolloutEngine(args, template, engine_group(rank, world_size, 1), max_batch_size=per_rank, device=device)
+    if args.vllm_mode == 'server':
+        from .vllm_server import VllmServerEngine
+        return VllmServerEngine(args, engine_group(rank, world_size, world_size), device)
     from .vllm_colocate import VllmColocateEngine
     size = args.vllm_tensor_parallel_size
     return VllmColocateEngine(args, template, engine_group(rank, world_size, size), max_num_seqs=per_rank * size, device=device)

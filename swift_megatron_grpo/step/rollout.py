@@ -15,6 +15,7 @@ from ..deadlines import deadline
 from ..engines.base import EngineGroup, RolloutEngine, Sampling
 from ..errors import RunError
 from ..parallel import Topology, agree, contiguous_share, share_of_groups
+from ..residency import Residency, Stage
 from ..types import Rollout
 from .prompts import Prompt
 from .reward import Rewarder
@@ -59,14 +60,16 @@ class RolloutStage:
         engine: this rank's engine.
         rewarder: reward functions.
         topology: this rank's place.
+        residency: makes room for the engine.
     """
 
-    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology):
+    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology, residency: Residency):
         self.args = args
         self.template = template
         self.engine = engine
         self.rewarder = rewarder
         self.topology = topology
+        self.residency = residency
 
     @property
     def group(self) -> EngineGroup:
@@ -92,6 +95,7 @@ class RolloutStage:
         def produce() -> tuple[list[tuple[Rollout, list[float | None]]], dict[str, float]]:
             with deadline('Sampling of a generation', self.args.rollout_timeout, rank=rank):
                 start = time.perf_counter()
+                self.residency.to(Stage.GENERATING)
                 outputs = self._generate([samples_P[i // num_generations] for i in share], seed + share.start)
                 seconds['generate'] = time.perf_counter() - start
             # Every rank of an engine has the outputs; each scores its part of them.
