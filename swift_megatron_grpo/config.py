@@ -19,7 +19,6 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('vllm_mode', (None, 'colocate'), 'use --vllm_mode colocate'),
     ('async_generate', (False, ), 'leave it out: generation and training take turns'),
     ('multi_turn_scheduler', (None, ), 'single-turn rollouts only'),
     ('use_gym_env', (None, False), 'use reward functions'),
