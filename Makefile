@@ -27,7 +27,7 @@ env:
 	@requirements/install.sh '$(VENV)' '$(PYTHON)'
 
 demo: env
-	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m demo --engine $(ENGINE) --seed $(SEED)
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m examples.demo --engine $(ENGINE) --seed $(SEED)
 
 test: env
 	$(PY) -m pytest tests $(PYTEST_ARGS)

@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import torch
 import torch.distributed as dist
 from dataclasses import asdict, dataclass
+from safetensors.torch import load_file, save_file
 from swift.megatron.utils import save_mcore_checkpoint
 from swift.utils import gc_collect, is_master, update_last_checkpoint_symlink
 from typing import Any
 
 from .errors import UserError
+from .step import frozen
+from .step.rollout import ScoredRollouts
 from .sync import merged_for_export
 
 STATE_FILE = 'trainer_state.json'
+PENDING = 'pending_generation'
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +92,8 @@ def save(trainer: Any, progress: Progress) -> str:
             dist.barrier()
             with merged_for_export(trainer.unwrapped_models):
                 _save_weights(trainer, merged_staging, peft_format=False)
+    if progress.updates_in_generation > 0 and trainer.generation is not None:
+        _write_pending(trainer, staging)
     dist.barrier()
     if is_master():
         write_json(os.path.join(staging, STATE_FILE), asdict(progress))
@@ -116,3 +123,33 @@ def _save_weights(trainer: Any, folder: str, *, peft_format: bool) -> None:
         args=args,
         processor=trainer.template.processor,
         save_missing_weights=args.save_missing_weights and args.model_dir)
+
+
+def _write_pending(trainer: Any, folder: str) -> None:
+    """The generation that is being trained on: its rollouts, and the log-probabilities of weights that no longer exist.
+
+    All ranks of the last pipeline stage, collective; the logging rank writes.
+    """
+    topology, generation = trainer.topology, trainer.generation
+    if not topology.is_last_stage:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for number, step in enumerate(generation.steps):
+        for name, values in (('old', step.table.old_logprobs_K), ('ref', step.table.ref_logprobs_K)):
+            if values is not None:
+                whole = values.clone()
+                if topology.dp_size > 1:
+                    dist.all_reduce(whole, group=topology.dp_group)
+                tensors[f'{name}/{number}'] = whole.cpu()
+    if topology.is_logging_rank:
+        frozen.write_generation(os.path.join(folder, PENDING + '.jsonl'), generation.index, generation.scored, trainer.rewarder.names,
+                                trainer.args.seed, num_steps=len(generation.steps))
+        save_file(tensors, os.path.join(folder, PENDING + '.safetensors'))
+
+
+def read_pending(folder: str, reward_names: list[str]) -> tuple[ScoredRollouts, list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """(rollouts, old_logprobs_K and ref_logprobs_K of each optimizer step). Every rank reads."""
+    scored, head = frozen.read_generation(os.path.join(folder, PENDING + '.jsonl'), reward_names)
+    tensors = load_file(os.path.join(folder, PENDING + '.safetensors'))
+    steps = range(head['num_steps'])
+    return scored, [tensors.get(f'old/{i}') for i in steps], [tensors.get(f'ref/{i}') for i in steps]

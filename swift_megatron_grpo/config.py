@@ -5,6 +5,7 @@ two together. The command line has been translated and checked before a worker s
 """
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from swift.megatron.arguments import MegatronRLHFArguments
@@ -102,7 +103,6 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
         if isinstance(self.lr_scheduler_kwargs, str):
-            import json
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()
         if self.resume_from_checkpoint is not None:
@@ -128,6 +128,11 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):
             raise UserError(f'--resume_from_checkpoint {folder}: not a complete checkpoint of Megatron training (it has no '
                             'latest_checkpointed_iteration.txt). Give a folder checkpoint-N that a run with save_only_model false wrote.')
+        with open(os.path.join(folder, 'args.json'), encoding='utf-8') as file:
+            saved = json.load(file)
+        if saved.get('no_save_optim') and not self.resume_only_model:
+            raise UserError(f'--resume_from_checkpoint {folder}: it was saved without optimizer state (save_only_model true), so the run cannot '
+                            'go on where it stopped. To start anew from its weights give --resume_only_model true.')
         if self.tuner_type == 'full':
             self.mcore_model = folder
         else:

@@ -1,10 +1,12 @@
 """Metrics of an optimizer step: sums and counts, reduced once (import tier 1)."""
 from __future__ import annotations
 
+import math
 import torch
 import torch.distributed as dist
 from collections.abc import Iterable
 
+from .step.corrections import finish_metrics
 from .types import Sums
 
 
@@ -48,7 +50,7 @@ def reduce_once(sums: Sums, group: dist.ProcessGroup) -> Sums:
 
 
 def to_logs(sums: Sums) -> dict[str, float]:
-    """Plain numbers, at logging time: one transfer. A `..._min` comes back with its own sign; names without any count are left out."""
+    """Plain numbers, at logging time: one transfer. A `...min` comes back with its own sign; what no token or sequence counted is left out."""
     names, maxima = sorted(sums.means), sorted(sums.maxima)
     values = [value for name in names for value in sums.means[name]] + [sums.maxima[name] for name in maxima]
     if not values:
@@ -60,8 +62,9 @@ def to_logs(sums: Sums) -> dict[str, float]:
         if count:
             logs[name] = total / count
     for name, value in zip(maxima, flat[2 * len(names):]):
-        logs[name] = -value if name.endswith('_min') else value
-    return logs
+        if math.isfinite(value):
+            logs[name] = -value if name.endswith('min') else value
+    return finish_metrics(logs)
 
 
 class Window:

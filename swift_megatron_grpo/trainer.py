@@ -52,10 +52,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
     def __init__(self, args: Any, template: Any):
+        self.rewarder = Rewarder(args)  # a reward function that does not exist is found before a model is built
         super().__init__(args, template)
+        self.rewarder.trainer_state = self.state
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
-        self.rewarder = Rewarder(args, self.state)
         self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
@@ -73,6 +74,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
+        self.generation: Generation | None = None
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -82,12 +84,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.val_dataset = val_dataset
         self.setup_model_training()
         self.sync_weights()  # a broken path to the engine fails here, before anything was trained
+        self.generation = self._resume_generation()
         while self.state.iteration < args.train_iters:
-            generation = self.collect(self.progress.generation)
-            for step in self._updates_left(generation):
+            self.generation = self.generation or self.collect(self.progress.generation)
+            for step in self._updates_left(self.generation):
                 self.run_train_step(step, val_dataset)
                 if self.state.iteration >= args.train_iters:
                     break
+            self.generation = None
         self.finalize_training()
         if self.engine is not None:
             self.engine.close()  # before the process group goes
@@ -203,6 +207,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 samples_per_step=args.global_batch_size)
         return optimizer, scheduler
 
+    def _load_checkpoint(self) -> None:
+        # In float32 the optimizer's shards are views of the parameters; copying a saved state into them must not be recorded by autograd.
+        with torch.no_grad():
+            super()._load_checkpoint()
+
     def _get_data_collator(self) -> Any:
         return identity_data_collator
 
@@ -233,6 +242,19 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if args.resume_from_checkpoint is None or args.resume_only_model:
             return fresh
         return checkpoint.read_progress(args.resume_from_checkpoint)
+
+    def _resume_generation(self) -> Generation | None:
+        """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
+        if self.progress.updates_in_generation == 0:
+            return None
+        scored, old, ref = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
+        samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
+        steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
+        for step, old_K, ref_K in zip(steps, old, ref):
+            step.table.old_logprobs_K = None if old_K is None else old_K.to(self.device)
+            step.table.ref_logprobs_K = None if ref_K is None else ref_K.to(self.device)
+        self.learner.add_advantages(steps, scored)
+        return Generation(index=self.progress.generation, scored=scored, steps=steps)
 
     def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:
         args = self.args

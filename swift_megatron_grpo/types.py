@@ -138,5 +138,5 @@ class Sums:
         self.means[name] = (total, count)
 
     def maximum(self, name: str, value: torch.Tensor) -> None:
-        """The minimum of x is kept as the maximum of -x, under a name that ends in `_min`."""
+        """The minimum of x is kept as the maximum of -x, under a name that ends in `min`."""
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value

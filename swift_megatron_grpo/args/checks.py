@@ -177,10 +177,6 @@ def engine(t: Translation) -> None:
                 '--async_generate true trains on rollouts of older weights; name the correction (--rollout_importance_sampling_mode '
                 'token_truncate), or --allow_uncorrected_async true.'
             )
-    else:
-        for name in ('max_staleness', 'allow_uncorrected_async'):
-            if name in t.given:
-                t.warnings.append(f'--{name} acts with --async_generate true only.')
     if not use_vllm:
         set_here = [
             name

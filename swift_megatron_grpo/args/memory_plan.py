@@ -73,13 +73,23 @@ def token_budget(t: Translation, batch: BatchPlan) -> tuple[int, str]:
 
 
 def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
-    """2 for bf16 and fp16, 4 for fp32: from torch_dtype, bf16, fp16, and the checkpoint's own type, in this order."""
-    named = t.effective('torch_dtype')
+    """2 for bf16 and fp16, 4 for fp32.
+
+    ms-swift takes torch_dtype, else the type in config.json, else bfloat16; float32 without a word on fp16 is fp16 mixed precision.
+    """
     if t.effective('bf16') or t.effective('fp16'):
         return 2
     text = text_config(dict(config))
-    dtype = str(named or text.get('torch_dtype') or text.get('dtype') or 'bfloat16').removeprefix('torch.')
-    return 4 if dtype == 'float32' else 2
+    dtype = str(t.effective('torch_dtype') or text.get('torch_dtype') or text.get('dtype') or 'bfloat16').removeprefix('torch.')
+    if dtype != 'float32':
+        return 2
+    if t.effective('fp16') is None:
+        t.warnings.append(
+            'float32 without --fp16 is fp16 mixed precision in ms-swift, in both worlds. For 32-bit training: --torch_dtype float32 --fp16 '
+            'false --bf16 false.'
+        )
+        return 2
+    return 4
 
 
 def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, Any], settings: memory.Settings) -> None:

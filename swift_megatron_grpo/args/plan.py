@@ -90,13 +90,15 @@ class Schedule:
 class Plan:
     """All that is known of a command before anything heavy is imported.
 
-    ``errors`` holds complete messages; a plan with errors must not be run. ``worker_argv`` is what every rank parses.
+    ``errors`` holds complete messages; a plan with errors must not be run. ``worker_argv`` is what every rank parses; ``effective`` has
+    the value of every worker argument, given or not, before the worker itself fills in what is None.
     """
 
     is_megatron: bool
     dry_run: str = ''
     arguments: list[Argument] = dataclasses.field(default_factory=list)
     worker_argv: list[str] = dataclasses.field(default_factory=list)
+    effective: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch_plan: BatchPlan | None = None
     layout: Layout | None = None
     schedule: Schedule | None = None

@@ -26,6 +26,7 @@ def render_json(plan: Plan) -> str:
             'command': plan.command,
             'command_notes': plan.command_notes,
             'worker_argv': plan.worker_argv,
+            'effective': plan.effective,
             'warnings': plan.warnings,
             'errors': plan.errors,
         },

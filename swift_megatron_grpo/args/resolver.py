@@ -9,12 +9,14 @@ from typing import Any
 from ..errors import UserError
 from . import argv as argv_module
 from . import checks, model_files
+from .belongs import alone
 from .batch_plan import counts_micro_steps, resolve_batch
 from .command import megatron_command, worker_argv
 from .convert import full_recompute
 from .fields import all_fields
 from .layout import resolve_layout
 from .memory_plan import estimate_for
+from .pending import unfinished
 from .plan import Argument, BatchPlan, Plan
 from .schedule import resolve_schedule
 from .translation import BATCH_NAMES, Translation
@@ -51,10 +53,13 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], *, elsewhere: bool 
     _defaults(t)
     config = _model_config(t, environment)
     checks.check_all(t, config)
+    t.errors += unfinished(t)
+    t.warnings += alone(t)
     plan.batch_plan = batch
     _fill(plan, t, batch, world_size, config)
     plan.arguments = t.rows
     plan.worker_argv = worker_argv(t.values)
+    plan.effective = {name: t.effective(name) for name, field in all_fields().items() if field.in_worker}
     plan.warnings = list(dict.fromkeys(t.warnings))
     plan.errors = list(dict.fromkeys(t.errors))
     return plan

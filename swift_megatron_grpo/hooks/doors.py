@@ -115,7 +115,8 @@ def _resolve(arguments: list[str], environ: dict[str, str]):
         )
     from swift_megatron_grpo.args import resolve
 
-    return resolve(arguments, environ)
+    # Said once: earlier values of a repeated --backend do not count, and `megatron_grpo` is the same thing by another name.
+    return resolve([*command_line.without(arguments, 'backend'), '--backend', 'megatron'], environ)
 
 
 def _answer_dry_run(plan) -> int:

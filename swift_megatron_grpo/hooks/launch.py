@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,48 +28,34 @@ def torchrun_arguments(environ: Mapping[str, str]) -> list[str] | None:
 def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command to its end and return its exit code (128 + n when signal n ended it, as shells have it).
 
-    SIGTERM and SIGHUP are passed on. Ctrl-C reaches the workers through the terminal; they are terminated when that is not enough.
+    SIGTERM and SIGHUP are passed on. Ctrl-C reaches the workers through the terminal; they are terminated when that is not enough. The
+    handlers raise nothing: an exception between the end of the child and the reading of its status would lose the status.
     """
     process = subprocess.Popen(list(command), env=dict(environ))
-    forwarded: list[int] = []
+    timers: list[threading.Timer] = []
 
     def forward(number, frame) -> None:
-        forwarded.append(number)
         process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)} if _in_main_thread() else {}
+    def interrupt(number, frame) -> None:
+        if not timers:
+            for delay, act in ((INTERRUPT_GRACE_S, process.terminate), (2 * INTERRUPT_GRACE_S, process.kill)):
+                timer = threading.Timer(delay, act)
+                timer.daemon = True
+                timer.start()
+                timers.append(timer)
+
+    handlers = {signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGINT: interrupt}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()} if in_main_thread else {}
     try:
-        code = _wait(process)
+        code = process.wait()
     finally:
+        for timer in timers:
+            timer.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
-
-
-def _wait(process: subprocess.Popen) -> int:
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
-        while time.monotonic() < deadline:
-            try:
-                return process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except KeyboardInterrupt:  # an impatient second Ctrl-C: the workers got it as well
-                break
-            except subprocess.TimeoutExpired:
-                break
-        process.terminate()
-        try:
-            return process.wait(timeout=INTERRUPT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-
-
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
 
 
 def leave(code: int) -> None:

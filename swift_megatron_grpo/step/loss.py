@@ -33,6 +33,7 @@ class LossTerms:
     ratio_C: torch.Tensor  # importance ratio at the configured level; carries the gradient
     advantages_C: torch.Tensor
     mask_C: torch.Tensor  # bool; False: filtered out before the step (overlong)
+    counted_C: torch.Tensor  # bool; mask_C without the sequences that the off-policy rule drops: what metrics are over
     sequence_ids_C: torch.Tensor  # int64
     num_sequences: int
     coefficient_C: torch.Tensor | None  # from coupled.py
@@ -121,8 +122,8 @@ def clipped(config: LossConfig, terms: LossTerms, sums: Sums) -> torch.Tensor:
     gain_C = torch.min(ratio_C * advantages_C, clipped_C * advantages_C)
     if config.dual_clip is not None:
         gain_C = torch.where(advantages_C < 0, torch.max(gain_C, config.dual_clip * advantages_C), gain_C)
-        bounded_C = (terms.ratio_C > config.dual_clip) & (advantages_C < 0) & terms.mask_C
-        sums.add('clip_ratio/dual_mean', bounded_C.sum().float(), terms.mask_C.sum().float())
+        bounded_C = (terms.ratio_C > config.dual_clip) & (advantages_C < 0) & terms.counted_C
+        sums.add('clip_ratio/dual_mean', bounded_C.sum().float(), terms.counted_C.sum().float())
     return -gain_C
 
 
@@ -170,7 +171,7 @@ def fipo(config: LossConfig, terms: LossTerms, sums: Sums) -> torch.Tensor:
             safe_C = ~((terms.advantages_C < 0) & (terms.ratio_C > config.fipo_safety_threshold))
             influence_C = torch.where(safe_C, influence_C, torch.clamp(influence_C, min=0.8, max=1.0))
         for name, values_C in (('future_kl_mean', future_kl_C), ('influence_weight_mean', influence_C), ('safety_keep_ratio', safe_C)):
-            sums.add(f'fipo/{name}', (values_C * terms.mask_C).sum(), terms.mask_C.sum().float())
+            sums.add(f'fipo/{name}', (values_C * terms.counted_C).sum(), terms.counted_C.sum().float())
     return clipped(config, terms, sums) * influence_C
 
 
@@ -228,13 +229,11 @@ def policy_loss(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, S
     rollout_weights_C = corrections.correct(config, inputs, mask_C, sums)
     if rollout_weights_C is not None and not loss.couples_groups:
         objective_C = objective_C * rollout_weights_C
-    if config.off_policy_sequence_mask_delta is not None:
-        mask_C = mask_C & corrections.off_policy_keep(config, inputs, terms.new_logprobs_C, mask_C)
-    total = torch.where(mask_C, objective_C * inputs.weights_C + coupled_C, torch.zeros_like(objective_C)).sum()
+    total = torch.where(terms.counted_C, objective_C * inputs.weights_C + coupled_C, torch.zeros_like(objective_C)).sum()
     with torch.no_grad():
         if kl_C is not None:
-            sums.add('kl', (kl_C * mask_C).sum(), mask_C.sum().float())
-        _add_clip_metrics(config, loss, terms, mask_C, sums)
+            sums.add('kl', (kl_C * terms.counted_C).sum(), terms.counted_C.sum().float())
+        _add_clip_metrics(config, loss, terms, sums)
         if config.log_entropy:
             _add_entropy_metrics(inputs, sums)
     return total, sums
@@ -252,12 +251,16 @@ def make_terms(config: LossConfig, inputs: LossInputs) -> LossTerms:
         log_weights_C = segment_mean(log_ratio_C, mask_C, inputs.sequence_ids_C, inputs.num_sequences)[inputs.sequence_ids_C]
         if config.importance_sampling_level == 'sequence_token':
             log_weights_C = new_C - new_C.detach() + log_weights_C.detach()
+    counted_C = mask_C
+    if config.off_policy_sequence_mask_delta is not None:
+        counted_C = mask_C & corrections.off_policy_keep(config, inputs, new_C, mask_C)
     return LossTerms(
         new_logprobs_C=new_C,
         log_ratio_C=log_ratio_C,
         ratio_C=torch.exp(log_weights_C),
         advantages_C=inputs.advantages_C,
         mask_C=mask_C,
+        counted_C=counted_C,
         sequence_ids_C=inputs.sequence_ids_C,
         num_sequences=inputs.num_sequences,
         coefficient_C=inputs.coefficient_C)
@@ -272,14 +275,14 @@ def kl_k3(new_logprobs_C: torch.Tensor, ref_logprobs_C: torch.Tensor) -> torch.T
     return torch.clamp(torch.exp(difference_C) - difference_C - 1, min=-10, max=10)
 
 
-def _add_clip_metrics(config: LossConfig, loss: Loss, terms: LossTerms, mask_C: torch.Tensor, sums: Sums) -> None:
+def _add_clip_metrics(config: LossConfig, loss: Loss, terms: LossTerms, sums: Sums) -> None:
     """Shares of tokens beyond the clip range, by token. The minimum and maximum are over sequences.
 
     ms-swift takes them over micro-batches, which depends on the layout; they agree where a micro-batch is one sequence.
     """
     if loss.clip_metrics is None or config.kl_cov_ratio is not None:  # KL-Cov clips nothing
         return
-    count = mask_C.sum().float()
+    mask_C, count = terms.counted_C, terms.counted_C.sum().float()
     positive_C, negative_C = terms.advantages_C > 0, terms.advantages_C < 0
     if loss.clip_metrics == 'upper':
         sums.add('cispo_clip_ratio', ((terms.ratio_C > config.upper_epsilon) & positive_C & mask_C).sum().float(), count)

@@ -35,17 +35,18 @@ class Rewarder:
     Args:
         args: reward_funcs, reward_weights, use_gym_env, ...
         models: (callable plug-in, name) of each reward model, called after the functions; see reward_models.py.
-        trainer_state: passed to every function as `trainer_state`, as ms-swift does.
+
+    `trainer_state` is passed to every function under that name, as ms-swift does; the trainer sets it.
     """
 
-    def __init__(self, args: Any, trainer_state: Any, models: Sequence[tuple[Any, str]] = ()):
+    def __init__(self, args: Any, models: Sequence[tuple[Any, str]] = ()):
         self.functions, self.names = self._resolve(args)
         self.models = [model for model, _ in models]
         self.names += [name for _, name in models]
         self.use_gym_env = bool(args.use_gym_env)
         if self.use_gym_env:
             self.names.append('gym_reward')
-        self.trainer_state = trainer_state
+        self.trainer_state: Any = None
         self.weights = self._weights(args.reward_weights)
         self.running = ''  # read by the watchdog
 

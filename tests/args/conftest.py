@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.args import lr
+from swift_megatron_grpo.args.pending import is_unfinished
 
 from . import cases
 
@@ -90,3 +91,8 @@ def workplace(tmp_path, monkeypatch):
 def write_prompts(path: Path, number: int) -> None:
     row = '{"messages": [{"role": "user", "content": "1 + 1"}], "solution": "2"}\n'
     path.write_text(row * number, encoding='utf-8')
+
+
+def other_errors(plan) -> list[str]:
+    """The errors of a plan without those that only say that a part of the trainer is not finished."""
+    return [error for error in plan.errors if not is_unfinished(error)]

@@ -69,6 +69,8 @@ def test_steps_per_generation_counts_optimizer_steps_beside_the_names_of_megatro
     result = batch(4, micro_batch_size=4, global_batch_size=64, steps_per_generation=4, num_generations=4)
     assert (result.plan.steps_per_generation, result.plan.generation_batch_size) == (4, 256)
     assert result.plan.gradient_accumulation_steps == 4
+    assert result.plan.swift_steps_per_generation == 16
+    assert 'beside micro_batch_size and global_batch_size counts optimizer steps' in result.plan.notes[0]
 
 
 def test_steps_that_are_no_multiple_of_the_accumulation_are_refused_with_the_nearest_ones():

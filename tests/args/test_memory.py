@@ -8,6 +8,8 @@ import pytest
 from swift_megatron_grpo.args import memory, resolve
 from swift_megatron_grpo.args.parameters import count
 
+from .conftest import other_errors
+
 CONFIGS = Path(__file__).parent / 'configs'
 
 
@@ -79,6 +81,15 @@ def test_each_part_is_divided_by_what_shards_it():
     assert without['optimizer'] == pytest.approx(whole['optimizer'] / 8, rel=0.01)
 
 
+def test_the_first_pipeline_stage_holds_the_micro_batches_of_the_stages_behind_it():
+    model = count(config_of('qwen2.5-72b'))
+    kept = 2 * 4096 * 8192 * 20  # bf16, tokens, hidden, layers of one of four stages
+    layer_and_embedding = 2 * 4096 * (4 * 8192 + 8192 + 2048 + 8192 + 3 * 29568) + 2 * 4096 * 8192
+    for micro_batches, in_flight in ((1, 1), (3, 3), (8, 4)):
+        first = memory._stage(model, memory.Settings(pp=4, tokens=4096, num_micro_batches=micro_batches), 0, memory.DEVICE_BYTES)
+        assert first['activations'] == kept * in_flight + layer_and_embedding
+
+
 def test_lora_trains_its_adapter_only():
     model = count(config_of('qwen2.5-72b'))
     lora = memory.estimate(model, memory.Settings(full=False, lora_rank=8, has_reference=True, tokens=4096))
@@ -146,7 +157,7 @@ def test_the_plan_has_the_estimate_and_says_when_it_does_not_fit(workplace):
     argv = '--rlhf_type grpo --backend megatron --model large --dataset data.jsonl --reward_funcs accuracy --tuner_type full --beta 0'
     plan = resolve([*argv.split(), '--tensor_model_parallel_size', '8', '--batch_check', 'exact', '--per_device_train_batch_size', '8'],
                    {'NPROC_PER_NODE': '8'})  # fmt: skip
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert plan.memory['parameters_total'] == 72_706_203_648
     assert plan.memory['weights'] == pytest.approx(2 * 72.7e9 / 8, rel=0.01)
     assert plan.memory['reference'] == 0
@@ -154,10 +165,11 @@ def test_the_plan_has_the_estimate_and_says_when_it_does_not_fit(workplace):
     assert any('does not fit' in warning and '32 (TP 8, PP 2' in warning for warning in plan.warnings), plan.warnings
 
 
-def test_the_precision_of_the_checkpoint_counts_where_nothing_is_said(workplace):
+def test_the_precision_is_the_one_that_ms_swift_takes(workplace):
     text = '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --tuner_type full'
-    argv = text.split()
-    single = resolve(argv, {}).memory
-    half = resolve([*argv, '--torch_dtype', 'bfloat16'], {}).memory
-    assert (single['weights'], half['weights']) == (4 * 95168, 2 * 95168)
+    single = resolve([*text.split(), '--fp16', 'false', '--bf16', 'false'], {}).memory
+    half = resolve([*text.split(), '--torch_dtype', 'bfloat16'], {}).memory
+    mixed = resolve(text.split(), {})
+    assert (single['weights'], half['weights'], mixed.memory['weights']) == (4 * 95168, 2 * 95168, 2 * 95168)
     assert (single['optimizer'], half['optimizer']) == (8 * 95168, 12 * 95168)
+    assert any('fp16 mixed precision' in warning for warning in mixed.warnings)

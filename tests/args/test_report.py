@@ -10,6 +10,8 @@ import pytest
 from swift_megatron_grpo.args import cli, docs, resolve
 from swift_megatron_grpo.args.report import render_json, render_text
 
+from .conftest import other_errors
+
 ROOT = Path(__file__).resolve().parents[2]
 ARGV = [
     *('--rlhf_type', 'grpo', '--backend', 'megatron', '--model', 'tiny', '--dataset', 'data.jsonl', '--reward_funcs', 'accuracy'),
@@ -31,6 +33,14 @@ def test_the_json_report_has_the_documented_keys(workplace):
     assert (report['schedule']['optimizer_steps'], report['schedule']['generations'], report['schedule']['samples']) == (150, 150, 2400)
     assert report['memory']['parameters_total'] == 95168
     assert all(isinstance(report['memory'][part], int) for part in PARTS)
+    effective = report['effective']
+    assert (effective['lr'], effective['clip_grad'], effective['weight_decay'], effective['temperature']) == (1e-6, 1.0, 0.1, 0.9)
+    assert (effective['tuner_type'], effective['lora_rank'], effective['seed'], effective['tensor_model_parallel_size']) == (
+        'lora',
+        8,
+        42,
+        2,
+    )
     actions = {row['given_as']: row['action'] for row in report['arguments'] if row['given_as']}
     assert actions['--learning_rate'] == 'renamed'
     assert actions['--deepspeed'] == 'no_effect'
@@ -66,7 +76,7 @@ def test_the_equal_command_has_only_names_of_megatron_rlhf_and_says_what_it_lack
         '--loss_type luspo --dual_clip 3'
     )
     plan = resolve([*ARGV, *more.split()], {'NPROC_PER_NODE': '4'})
-    assert plan.errors == []
+    assert other_errors(plan) == []
     names = [word[2:] for word in plan.command.split() if word.startswith('--')]
     assert all(all_fields()[name].worlds in ('both', 'megatron') for name in names)
     assert '--train_iters 50' in plan.command
@@ -76,7 +86,7 @@ def test_the_equal_command_has_only_names_of_megatron_rlhf_and_says_what_it_lack
 
 def test_the_world_size_of_a_dry_run_can_be_given_and_that_of_a_run_cannot(workplace):
     plan = resolve([*ARGV, '--dry_run', 'json', '--world_size', '16'], {})
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert (plan.batch_plan.world_size, plan.batch_plan.dp_size) == (16, 8)
     assert any('--world_size 16 is for a dry run' in error for error in resolve([*ARGV, '--world_size', '16'], {}).errors)
     assert resolve(ARGV, {'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'RANK': '1'}).batch_plan.world_size == 4

@@ -3,6 +3,9 @@
 import pytest
 
 from swift_megatron_grpo.args import resolve
+from swift_megatron_grpo.args.fields import all_fields
+
+from .conftest import other_errors
 
 BASE = (
     '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --num_generations 8 --batch_check exact'
@@ -37,7 +40,7 @@ def test_a_command_without_backend_is_left_alone(workplace):
 def test_megatron_grpo_is_the_same_as_backend_megatron(workplace):
     plan = plan_of('', base=BASE.replace('grpo --backend megatron', 'megatron_grpo'))
     assert plan.is_megatron
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert values_of(plan)['rlhf_type'] == 'grpo'
 
 
@@ -49,7 +52,7 @@ def test_other_training_types_are_refused_by_name(workplace):
 def test_a_script_without_tuner_rate_or_epochs_keeps_the_meaning_of_swift_rlhf(workplace):
     plan = plan_of('')
     values = values_of(plan)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert values['tuner_type'] == 'lora'
     assert values['lr'] == '0.0001'
     assert values['num_train_epochs'] == '3.0'
@@ -69,7 +72,7 @@ def test_c17_the_effective_numbers_of_a_usual_script(workplace):
     )
     plan = plan_of(text, world_size=1)
     values = values_of(plan)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert (values['lr'], values['clip_grad'], values['train_iters'], values['tuner_type']) == ('1e-06', '0.5', '3', 'lora')
     assert (values['micro_batch_size'], values['global_batch_size'], values['steps_per_generation']) == ('2', '8', '1')
     assert plan.schedule.optimizer_steps == 3
@@ -102,7 +105,7 @@ def test_c17_the_effective_numbers_of_a_usual_script(workplace):
 )
 def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed, meant, workplace):
     plan = plan_of(f'--{typed} 2 --ignore_args_error true')
-    assert len(plan.errors) == 1
+    assert len(other_errors(plan)) == 1
     assert f'--{typed} 2' in plan.errors[0]
     assert f'did you mean --{meant}' in plan.errors[0]
 
@@ -142,7 +145,7 @@ def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed
 )
 def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, action, workplace):
     plan = plan_of(text)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert values_of(plan)[name] == value
     given = next(word for word in reversed(text.split()) if word.startswith('--')).lstrip('-').partition('=')[0]
     assert action_of(plan, given).action == action
@@ -160,7 +163,7 @@ def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, actio
 )
 def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workplace):
     plan = plan_of(text)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     row = action_of(plan, text.split()[0].lstrip('-'))
     assert row.action == 'no_effect'
     assert row.reason
@@ -190,9 +193,9 @@ def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workpla
 )
 def test_what_cannot_work_is_refused_by_name_with_the_reason(text, words, workplace):
     plan = plan_of(text)
-    assert len(plan.errors) == 1, plan.errors
+    assert len(other_errors(plan)) == 1, plan.errors
     assert text.split()[0] in plan.errors[0]
-    assert words in plan.errors[0]
+    assert words in other_errors(plan)[0]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_what_cannot_work_is_refused_by_name_with_the_reason(text, words, workpl
 )
 def test_a_refused_argument_that_asks_for_nothing_is_no_error(text, workplace):
     plan = plan_of(text)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert action_of(plan, text.split()[0].lstrip('-')).action in ('no_effect', 'kept')
 
 
@@ -218,7 +221,7 @@ def test_a_refused_argument_that_asks_for_nothing_is_no_error(text, workplace):
 )
 def test_two_names_of_one_setting_that_differ_are_refused_and_both_shown(text, shown, workplace):
     plan = plan_of(text)
-    assert len(plan.errors) == 1, plan.errors
+    assert len(other_errors(plan)) == 1, plan.errors
     assert all(word in plan.errors[0] for word in shown)
 
 
@@ -227,7 +230,7 @@ def test_two_names_of_one_setting_that_differ_are_refused_and_both_shown(text, s
     ['--learning_rate 1e-6 --lr 1e-6', '--max_steps 3 --train_iters 3', '--warmup_ratio 0.1 --lr_warmup_fraction 0.1', '--max_steps -1'],
 )
 def test_two_names_of_one_setting_that_agree_are_fine(text, workplace):
-    assert plan_of(text).errors == []
+    assert other_errors(plan_of(text)) == []
 
 
 def test_megatrons_own_names_are_taken_as_they_are(workplace):
@@ -235,7 +238,7 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         '--micro_batch_size 1 --global_batch_size 32 --lr 1e-6 --train_iters 10 --min_lr 1e-7 --lr_warmup_fraction 0.1 --clip_grad 0.5'
     )
     values = values_of(plan)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert (values['min_lr'], values['lr_warmup_fraction'], values['train_iters']) == ('1e-07', '0.1', '10')
     assert 'lr_scheduler_type' not in values
 
@@ -308,7 +311,7 @@ def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(te
     ],
 )
 def test_what_upstream_refuses_and_this_trainer_has_is_accepted(text, workplace):
-    assert plan_of(text).errors == []
+    assert other_errors(plan_of(text)) == []
 
 
 def test_a_missing_model_data_set_and_reward_are_three_errors(workplace):
@@ -324,12 +327,14 @@ def test_a_missing_model_data_set_and_reward_are_three_errors(workplace):
 
 def test_a_reward_of_a_plugin_is_read_from_its_source(workplace):
     (workplace / 'plug.py').write_text("from swift.rewards import ORM, orms\norms['mine'] = ORM\n", encoding='utf-8')
-    assert plan_of('--external_plugins plug.py --reward_funcs mine').errors == []
+    assert other_errors(plan_of('--external_plugins plug.py --reward_funcs mine')) == []
     plan = plan_of('--external_plugins plug.py --reward_funcs mien')
-    assert len(plan.errors) == 1
+    assert len(other_errors(plan)) == 1
     assert 'Did you mean mine?' in plan.errors[0]
     (workplace / 'plug.py').write_text('from elsewhere import register\nregister()\n', encoding='utf-8')
-    assert plan_of('--external_plugins plug.py --reward_funcs mien').errors == [], 'what the text does not tell is left to the worker'
+    assert other_errors(plan_of('--external_plugins plug.py --reward_funcs mien')) == [], (
+        'what the text does not tell is left to the worker'
+    )
 
 
 def test_a_resumed_run_names_megatrons_checkpoint_arguments(workplace):
@@ -366,7 +371,7 @@ def test_a_yaml_file_gives_the_same_plan_as_its_words(workplace):
         encoding='utf-8',
     )
     plan = resolve(['run.yaml', '--beta', '0'], {})
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert plan.batch_plan.world_size == 4
     assert values_of(plan)['lr'] == '1e-06'
     assert values_of(plan)['beta'] == '0.0'
@@ -376,7 +381,7 @@ def test_a_yaml_file_gives_the_same_plan_as_its_words(workplace):
 def test_words_that_yaml_reads_as_truth_values_keep_their_meaning(workplace):
     (workplace / 'run.yaml').write_text('save_strategy: no\nverify_weight_sync: off\ndry_run: true\n', encoding='utf-8')
     plan = resolve(['run.yaml', *BASE.split()], {'NPROC_PER_NODE': '8'})
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert (values_of(plan)['save_strategy'], values_of(plan)['verify_weight_sync'], plan.dry_run) == ('no', 'off', 'true')
     assert plan_of('--dry_run').dry_run == 'true'
 
@@ -393,5 +398,49 @@ def test_files_missing_here_are_warnings_for_a_command_that_runs_elsewhere(workp
     argv = [*BASE.split(), '--external_plugins', 'plugins/mine.py', '--reward_funcs', 'mine']
     assert any('plugins/mine.py does not exist' in error for error in resolve(argv, {'NPROC_PER_NODE': '8'}).errors)
     plan = resolve(argv, {'NPROC_PER_NODE': '8'}, elsewhere=True)
-    assert plan.errors == []
+    assert other_errors(plan) == []
     assert any('plugins/mine.py does not exist here' in warning for warning in plan.warnings)
+
+
+def test_an_unfinished_part_is_refused_before_the_start_with_the_workers_own_list(workplace, monkeypatch):
+    from swift_megatron_grpo.args import pending
+
+    for name, harmless, instead in pending.not_yet():
+        assert name in all_fields()
+        assert len(harmless) >= 1
+        assert instead
+    monkeypatch.setattr(pending, 'not_yet', lambda: (('num_iterations', (1,), 'use 1'),))
+    plan = plan_of('--num_iterations 3')
+    assert plan.errors == ['--num_iterations 3: not available with --backend megatron in this version; use 1.']
+    assert plan_of('--num_iterations 1').errors == []
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--kl_cov_coef 0.5', '--kl_cov_coef acts with --kl_cov_ratio only'),
+        ('--tau_pos 2.0', '--tau_pos acts with --loss_type sapo only'),
+        ('--tuner_type full --lora_rank 4 --use_rslora true', '--lora_rank, --use_rslora acts with --tuner_type lora only'),
+        ('--max_staleness 2', '--max_staleness acts with --async_generate only'),
+        ('--cosine_max_len 9', '--cosine_max_len acts with --reward_funcs cosine only'),
+        (
+            '--recompute_granularity selective --recompute_num_layers 2',
+            '--recompute_num_layers acts with --recompute_granularity full only',
+        ),
+    ],
+)
+def test_an_argument_away_from_what_it_belongs_to_is_said_to_be_without_effect(text, words, workplace):
+    plan = plan_of(text)
+    assert other_errors(plan) == []
+    assert any(words in warning for warning in plan.warnings), plan.warnings
+
+
+def test_an_argument_beside_what_it_belongs_to_is_not_warned_of(workplace):
+    plan = plan_of('--lora_rank 4 --loss_type sapo --tau_pos 2.0 --kl_cov_ratio 0.01 --kl_cov_coef 0.5')
+    assert not any('acts with' in warning for warning in plan.warnings), plan.warnings
+
+
+def test_every_name_of_that_list_exists():
+    from swift_megatron_grpo.args.belongs import BELONGS
+
+    assert [name for names, parent, _ in BELONGS for name in [*names.split(), parent] if name not in all_fields()] == []

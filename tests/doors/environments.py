@@ -132,6 +132,6 @@ def job(tmp_path_factory) -> list[str]:
     data.write_text(rows)
     return [
         '--rlhf_type', 'grpo', '--model', str(model), '--model_type', 'qwen3', '--template', 'qwen3', '--dataset', str(data),
-        '--reward_funcs', 'accuracy', '--num_generations', '4', '--per_device_train_batch_size', '4', '--max_steps', '1',
+        '--reward_funcs', 'accuracy', '--num_generations', '4', '--per_device_train_batch_size', '4', '--batch_check', 'exact', '--max_steps', '1',
         '--torch_dtype', 'float32', '--output_dir', str(folder / 'out'),
     ]  # fmt: skip

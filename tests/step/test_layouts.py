@@ -8,6 +8,8 @@ import torch
 from tests.step.training import Outcome, arguments, train, write_rollouts
 
 TOLERANCE = 1e-5
+# Adam divides each entry of the gradient by its own size: an entry that is zero but for rounding moves by up to the learning rate, in a
+# direction that rounding decides. With SGD the weights show the gradient itself.
 SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_distributed_optimizer': 'false'}
 
 
@@ -30,14 +32,13 @@ def run(ranks: Any, rollouts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run_layout
 
 
-def assert_same(got: Outcome, expected: Outcome, start: dict[str, torch.Tensor] | None = None) -> None:
+def assert_same(got: Outcome, expected: Outcome) -> None:
     for name in ('loss', 'grad_norm', 'learning_rate'):
         for step, (a, b) in enumerate(zip(got.column(name), expected.column(name), strict=True)):
             assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE), f'{name} of step {step}'
     assert got.weights.keys() == expected.weights.keys()
     errors = {name: float((got.weights[name] - weight).abs().max() / weight.abs().max()) for name, weight in expected.weights.items()}
     worst = max(errors, key=errors.__getitem__)
-    print('WORST', worst, errors[worst])
     assert errors[worst] < TOLERANCE, f'{worst}: {errors[worst]:.1e}'
 
 
@@ -66,3 +67,54 @@ def test_a_dense_model_trains_alike_in(run: Any, tiny_model: Any, layout: str) -
     expected = run(model, **SGD)
     assert len(expected.logs) == 2 and expected.column('grad_norm')[0] > 0.1
     assert_same(run(model, world_size, **SGD, **changes), expected)
+
+
+def test_adam_at_the_learning_rate_of_grpo(run: Any, tiny_model: Any) -> None:
+    model, adam = tiny_model('qwen3'), {'lr': 1e-5, 'min_lr': 1e-6}
+    assert_same(run(model, 4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, **adam), run(model, **adam))
+
+
+EXPERTS = {
+    'ep2-dp2': (2, {'expert_model_parallel_size': 2, 'micro_batch_size': 2}),
+    'ep2-tp2-sp': (2, {'expert_model_parallel_size': 2, 'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
+    'etp2-tp2-sp': (2, {'tensor_model_parallel_size': 2, 'expert_tensor_parallel_size': 2, 'sequence_parallel': 'true'}),
+    'ep2-tp2-etp2-sp': (4, {'expert_model_parallel_size': 2, 'tensor_model_parallel_size': 2, 'expert_tensor_parallel_size': 2,
+                            'sequence_parallel': 'true', 'micro_batch_size': 2}),
+    'ep2-pp2': (4, {'expert_model_parallel_size': 2, 'pipeline_model_parallel_size': 2, 'micro_batch_size': 2}),
+    'ep2-cp2': (2, {'expert_model_parallel_size': 2, 'context_parallel_size': 2}),
+}
+
+
+@pytest.mark.parametrize('layout', EXPERTS)
+def test_a_mixture_of_experts_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
+    model, kind = tiny_model('qwen3_moe'), {'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none'}
+    world_size, changes = EXPERTS[layout]
+    expected = run(model, **SGD, **kind)
+    assert expected.column('grad_norm')[0] > 0.1
+    assert_same(run(model, world_size, **SGD, **kind, **changes), expected)
+
+
+LORA = {'tuner_type': 'lora', 'lora_rank': 4, 'lora_alpha': 16, 'beta': 0.04, **SGD}
+ADAPTED = {
+    'tp2-sp': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
+    'pp2-dp2': (4, {'pipeline_model_parallel_size': 2, 'micro_batch_size': 2}),
+    'tp2-cp2': (4, {'tensor_model_parallel_size': 2, 'context_parallel_size': 2}),
+    'vpp2-pp2': (2, {'pipeline_model_parallel_size': 2, 'virtual_pipeline_model_parallel_size': 2}),
+}
+
+
+@pytest.fixture(scope='module')
+def adapter(run: Any, ranks: Any, rollouts: Path, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained adapter: a fresh one is drawn at random, and differently in each layout."""
+    work = tmp_path_factory.mktemp('adapter')
+    ranks.run(train, arguments(work, tiny_model('qwen3'), rollouts, **{**LORA, 'save_strategy': 'steps', 'save_steps': 1}), world_size=1)
+    return work / 'out' / 'checkpoint-2'
+
+
+@pytest.mark.parametrize('layout', ADAPTED)
+def test_an_adapter_trains_alike_in(run: Any, tiny_model: Any, adapter: Path, layout: str) -> None:
+    model = tiny_model('qwen3')
+    world_size, changes = ADAPTED[layout]
+    expected = run(model, adapters=adapter, **LORA)
+    assert expected.column('kl')[0] > 1e-6
+    assert_same(run(model, world_size, adapters=adapter, **LORA, **changes), expected)

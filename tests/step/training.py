@@ -1,9 +1,11 @@
 """A whole training run on a rank of the pool, on frozen rollouts, and what it left behind. Used by the tests beside it."""
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import torch
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ class Outcome:
     forwards: int
     positions: int
     reference_forwards: int
-    first_ratios: list[float] = field(default_factory=list)
+    log_ratios: list[float] = field(default_factory=list)  # largest |new - old log-probability| of each optimizer step on this rank
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.logs]
@@ -120,7 +122,9 @@ def train(argv: list[str]) -> Outcome | None:
     trainer = pipeline.prepare_trainer()
     recorder = _Recorder()
     trainer.callbacks = [callback for callback in trainer.callbacks if type(callback).__name__ == 'DefaultFlowCallback'] + [recorder]
-    trainer.train(train_dataset, val_dataset)
+    log_ratios: list[float] = []
+    with _recording(trainer, log_ratios):
+        trainer.train(train_dataset, val_dataset)
     from swift_megatron_grpo.sync import merged_for_export
     with merged_for_export(trainer.unwrapped_models):
         weights = {name: tensor.clone() for name, tensor in trainer.bridge.export_weights(trainer.unwrapped_models)}
@@ -133,4 +137,28 @@ def train(argv: list[str]) -> Outcome | None:
         weights=weights,
         forwards=trainer.policy.counters.forwards,
         positions=trainer.policy.counters.positions,
-        reference_forwards=reference.forward.counters.forwards if own_reference else 0)
+        reference_forwards=reference.forward.counters.forwards if own_reference else 0,
+        log_ratios=log_ratios)
+
+
+@contextlib.contextmanager
+def _recording(trainer: Any, log_ratios: list[float]) -> Iterator[None]:
+    """Notes the largest log-ratio that each optimizer step's loss sees."""
+    from swift_megatron_grpo.step import learn
+    loss, gradients = learn.policy_loss, trainer.learner.gradients
+
+    def watched_loss(config: Any, inputs: Any) -> Any:
+        if inputs.new_logprobs_C.numel():
+            difference = (inputs.new_logprobs_C.detach() - inputs.old_logprobs_C).abs().max().item()
+            log_ratios[-1] = max(log_ratios[-1], difference)
+        return loss(config, inputs)
+
+    def watched_gradients(*args: Any, **kwargs: Any) -> Any:
+        log_ratios.append(0.0)
+        return gradients(*args, **kwargs)
+
+    learn.policy_loss, trainer.learner.gradients = watched_loss, watched_gradients
+    try:
+        yield
+    finally:
+        learn.policy_loss = loss

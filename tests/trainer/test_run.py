@@ -1,0 +1,64 @@
+"""A run as a whole: what it needs, that it goes on exactly where it stopped, and what its first step looks like."""
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.step.training import Outcome, arguments, train, write_rollouts
+
+
+@pytest.fixture(scope='module')
+def run(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    work = tmp_path_factory.mktemp('runs')
+
+    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, **changes: Any) -> tuple[Outcome, Path]:
+        folder = work / name
+        argv = arguments(work, tiny_model('qwen3'), rollouts, output_dir=folder, **changes)
+        return ranks.run(train, argv, world_size=world_size, deadline=300.)[-1], folder
+
+    return run_it
+
+
+@pytest.fixture(scope='module')
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp('rollouts'), generations=3, prompts=4, num_generations=4)
+
+
+def test_a_resumed_run_is_the_undisturbed_run_to_the_bit_at_a_border_and_inside_a_generation(run: Any) -> None:
+    changes = {'train_iters': 4, 'generation_batch_size': 16, 'beta': 0.04, 'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 8}
+    straight, folder = run('straight', **changes)
+    assert len(straight.logs) == 4
+    for stopped_after in (2, 3):  # two optimizer steps a generation: 2 is a border, 3 is inside
+        resumed, _ = run(f'resumed-{stopped_after}', **{**changes, 'save_strategy': 'no'},
+                         resume_from_checkpoint=folder / f'checkpoint-{stopped_after}')
+        for name in ('loss', 'grad_norm', 'learning_rate', 'kl'):
+            assert resumed.column(name) == straight.column(name)[stopped_after:], name
+        for name, weight in straight.weights.items():
+            assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
+    outcome, _ = run('ratio', rollouts=rollouts, train_iters=4, generation_batch_size=16, temperature=0.9)
+    assert outcome.log_ratios[0] == 0.0 and outcome.log_ratios[2] == 0.0
+    assert outcome.log_ratios[1] > 1e-4 and outcome.log_ratios[3] > 1e-4
+
+
+def test_the_divergence_from_the_reference_is_exactly_zero_before_the_first_update(run: Any, rollouts: Path) -> None:
+    outcome, _ = run('kl', rollouts=rollouts, train_iters=2, global_batch_size=16, beta=0.04)
+    assert outcome.column('kl')[0] == 0.0
+    assert outcome.column('kl')[1] > 1e-6
+
+
+@pytest.mark.parametrize('changes, forwards, reference_forwards', [
+    ({'beta': 0.0}, 4, 0),  # on-policy, 4 micro-batches: nothing but the training forward
+    ({'beta': 0.04}, 4, 4),
+    ({'beta': 0.0, 'global_batch_size': 4, 'train_iters': 4}, 8, 0),  # 4 optimizer steps: one old pass
+    ({'beta': 0.0, 'num_iterations': 2, 'train_iters': 2}, 12, 0),  # each trained twice, old once
+])
+def test_no_forward_is_run_that_is_not_needed(run: Any, rollouts: Path, changes: dict[str, Any], forwards: int,
+                                              reference_forwards: int) -> None:
+    values = {'generation_batch_size': 16, 'global_batch_size': 16, 'train_iters': 1, 'micro_batch_size': 4,
+              'padding_free': 'false', **changes}
+    outcome, _ = run(f'count-{sorted(changes.items())}'.replace(' ', '').replace("'", ''), rollouts=rollouts, **values)
+    assert (outcome.forwards, outcome.reference_forwards) == (forwards, reference_forwards)
