@@ -20,11 +20,6 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('async_generate', (False, ), 'leave it out: generation and training take turns'),
-    ('multi_turn_scheduler', (None, ), 'single-turn rollouts only'),
-    ('use_gym_env', (None, False), 'use reward functions'),
-    ('gym_env', (None, ), 'use reward functions'),
-    ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
     ('dynamic_sample', (False, ), 'leave it out'),
     ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
     ('reward_model', (None, [], ()), 'use --reward_funcs'),

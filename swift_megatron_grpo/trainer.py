@@ -7,6 +7,7 @@ optimizer, scheduler, logging and the save/evaluate rhythm are ms-swift's `BaseM
 """
 from __future__ import annotations
 
+import os
 import torch
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
@@ -18,8 +19,8 @@ from . import checkpoint
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
-from .engines import RolloutEngine, build_engine
-from .errors import UserError
+from .engines import EngineLost, RolloutEngine, build_engine
+from .errors import RunError, UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
 from .parallel import agree, build_topology
@@ -27,13 +28,14 @@ from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
 from .residency import MegatronMovers, Residency, Stage
 from .step import frozen
+from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
 from .step.forward import PolicyForward
 from .step.learn import Learner
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.reward import Rewarder
-from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
+from .step.rollout import Phase, RolloutStage, ScoredRollouts, generation_seed
 from .sync import WeightSync
 from .types import Sums
 
@@ -70,6 +72,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
             self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
@@ -79,6 +82,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
+        try:
+            self._train(train_dataset, val_dataset)
+        except EngineLost as error:  # on every rank
+            raise self._saved(error) from error
+
+    def _train(self, train_dataset: Any, val_dataset: Any) -> None:
         args = self.args
         self.prompts = self._prompt_source(train_dataset)
         self.val_dataset = val_dataset
@@ -94,6 +103,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.generation = None
         self.finalize_training()
         if self.engine is not None:
+            self.ahead.drain()
             self.engine.close()  # before the process group goes
 
     def collect(self, index: int) -> Generation:
@@ -112,13 +122,19 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _sample(self, index: int) -> ScoredRollouts:
         args = self.args
-        prompts = self.prompts.take(index)
-        self.sync_weights()
-        scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
-                                   version=self.engine.version)
+        scored = self.rollouts.complete(self.ahead.take(index))
+        self.ahead.begin_next(index, num_steps_left=args.train_iters - self.state.iteration)
+        self.window.add_values(self.rollouts.metrics(scored, self.progress.policy_version))
         if args.save_rollouts is not None and self.topology.is_logging_rank:
             frozen.write_generation(frozen.generation_path(args.save_rollouts, index), index, scored, self.rewarder.names, args.seed)
         return scored
+
+    def _begin(self, index: int) -> Phase:
+        """The phase of one generation, sampled by the weights of now."""
+        prompts = self.prompts.take(index)
+        self.sync_weights()
+        return self.rollouts.begin(prompts, num_generations=self.args.num_generations, seed=generation_seed(self.args.seed, index),
+                                   version=self.engine.version)
 
     def _replay(self, index: int) -> ScoredRollouts:
         path = frozen.generation_path(self.args.replay_rollouts, index)
@@ -130,6 +146,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
+        self.residency.to(Stage.TRAINING)
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -145,6 +162,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         version = self.progress.policy_version
         if self.engine is None or version == self.engine.version:
             return
+        self.ahead.drain()
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
 
@@ -228,11 +246,25 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def save_checkpoint(self) -> None:
         if self.args.save_strategy == 'no':
             return
+        if self.engine is not None:
+            self.ahead.drain()
         self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
         checkpoint.save(self, self.progress)
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise NotImplementedError('the forward is step/forward.py')
+
+    def _saved(self, error: EngineLost) -> RunError:
+        """The error that ends the run, after a checkpoint. All ranks, collective."""
+        state = self.state
+        self.residency.to(Stage.TRAINING)
+        self.ahead.abandon()
+        self.finalize_training()
+        folder = os.path.join(self.args.output_dir, f'checkpoint-{state.iteration}')
+        if state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
+            self.save_checkpoint()
+        kept = f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
+        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ import torch
 from typing import TYPE_CHECKING, Any
 
 from .base import EngineGroup, RolloutEngine, Sampling
+from .server_pool import EngineLost
 
 if TYPE_CHECKING:
     from ..parallel import Topology
 
-__all__ = ['EngineGroup', 'RolloutEngine', 'Sampling', 'build_engine', 'engine_group']
+__all__ = ['EngineGroup', 'EngineLost', 'RolloutEngine', 'Sampling', 'build_engine', 'engine_group']
 
 
 def engine_group(rank: int, world_size: int, ranks_per_engine: int) -> EngineGroup:
@@ -30,9 +31,18 @@ def check_arguments(args: Any) -> None:
                         'dropped and sent anew).')
     if args.use_vllm and args.vllm_mode == 'colocate' and args.sleep_level > 0 and cpu.is_active():
         raise UserError(f"--sleep_level {args.sleep_level}: vLLM's CPU build has no sleep mode; use 0 here. On a GPU it is passed through.")
-    if args.use_vllm and args.vllm_mode == 'server':
+    served = args.use_vllm and args.vllm_mode == 'server'
+    if served:
         from .vllm_server import addresses
         addresses(args)
+    if args.async_generate and not served:
+        raise UserError('--async_generate true needs --vllm_mode server: an engine on these devices cannot sample while they train.')
+    if args.async_generate and args.rollout_importance_sampling_mode is None and not args.allow_uncorrected_async:
+        raise UserError('--async_generate true trains on rollouts of earlier weights. Give --rollout_importance_sampling_mode (token_truncate, '
+                        'token_mask, sequence_truncate or sequence_mask) to correct for that, or --allow_uncorrected_async true to go on '
+                        'without.')
+    if args.max_staleness < 0:
+        raise UserError(f'--max_staleness {args.max_staleness}: 0 (no rollout of earlier weights) or more.')
     if str(args.verify_weight_sync) not in ('off', 'first') and not (str(args.verify_weight_sync).isdigit() and
                                                                     int(args.verify_weight_sync) > 0):
         raise UserError(f'--verify_weight_sync {args.verify_weight_sync}: first, off, or a number N > 0 (after every N-th sync).')

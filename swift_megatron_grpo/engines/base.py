@@ -49,11 +49,13 @@ class RolloutEngine(abc.ABC):
     """What the trainer needs of an engine. All methods: all ranks of the engine, together.
 
     group: where it lies. version: of the weights it holds, -1 when they are not a complete set; `generate` then refuses.
+    runs_turns: whether it holds multi-turn conversations by itself.
     takes_adapters: whether `load_adapter` works. needs_base: whether it must get the base weights (again) before an adapter.
     """
 
     group: EngineGroup
     version: int = -1
+    runs_turns: bool = False
     takes_adapters: bool = False
     needs_base: bool = True
 
@@ -74,6 +76,17 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[Any]:
         """ms-swift `RolloutOutput`s, one a request, in order. Raises RunError if no complete set of weights was loaded."""
+
+    def start(self, requests: Sequence[Any], sampling: Sampling) -> Any:
+        """Begins to sample and returns at once, where an engine can; `finish` takes what is returned. Weights must not change until then.
+
+        Here: everything is done by `finish`.
+        """
+        return requests, sampling
+
+    def finish(self, pending: Any) -> list[Any]:
+        """The outputs of what `start` began."""
+        return self.generate(*pending)
 
     @abc.abstractmethod
     def checksums(self) -> dict[str, Checksum] | None:

@@ -88,7 +88,10 @@ class VllmServerEngine(RolloutEngine):
                     all(kind['engine_type'] == 'LLMEngine' for kind in kinds) and all(server.world_size == 1 for server in servers),
                     any(bool(kind.get('enable_multi_turn')) for kind in kinds), any(bool(kind.get('use_gym_env')) for kind in kinds))
 
-        lora, self.seeded, self.multi_turn, self.gym_env = self._told('Start of rollout servers', start)
+        lora, self.seeded, self.runs_turns, gym_env = self._told('Start of rollout servers', start)
+        if gym_env != bool(args.use_gym_env):
+            raise UserError(f'The rollout server runs with use_gym_env {str(gym_env).lower()}, this run with {str(bool(args.use_gym_env)).lower()}: '
+                            'the reward of an environment comes from the server. Give --use_gym_env to both, or to neither.')
         self.takes_adapters = lora and args.tuner_type == 'lora'
         if args.vllm_enable_lora and args.tuner_type == 'lora' and not lora:
             raise UserError('--vllm_enable_lora true: start the server with `swift rollout ... --vllm_enable_lora true --vllm_max_lora_rank '

@@ -5,15 +5,19 @@ from typing import Any
 import torch
 
 
-def trainer_of(argv: list[str]) -> Any:
-    """All ranks of a case, collective: the trainer with its engine, before the first sync."""
+def trainer_and_data(argv: list[str]) -> tuple[Any, tuple[Any, Any]]:
+    """All ranks of a case, collective: the trainer with its engine, before the first sync, and its data sets."""
     from accelerate import PartialState
     PartialState(cpu=True)
     from swift_megatron_grpo.pipeline import MegatronGRPO
     pipeline = MegatronGRPO(argv)
-    train_dataset, val_dataset = pipeline._prepare_dataset()
-    pipeline.args.init_iters(train_dataset, val_dataset)
-    return pipeline.prepare_trainer()
+    datasets = pipeline._prepare_dataset()
+    pipeline.args.init_iters(*datasets)
+    return pipeline.prepare_trainer(), datasets
+
+
+def trainer_of(argv: list[str]) -> Any:
+    return trainer_and_data(argv)[0]
 
 
 def greedy_of_transformers(folder: Path, weights: dict[str, torch.Tensor], prompts: tuple[str, ...],
