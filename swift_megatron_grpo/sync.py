@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import torch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from mcore_bridge import LoraParallelLinear
 from swift.utils import get_logger
@@ -18,8 +18,11 @@ from .engines.base import Bucket, RolloutEngine, buckets
 from .engines.checksums import Checksum, differences
 from .errors import RunError
 from .residency import Residency, Stage
+from .step.batch import StepBatch
 
 logger = get_logger()
+
+MAX_LOGPROB_DIFFERENCE = 0.3  # nats a token
 
 
 @contextlib.contextmanager
@@ -70,6 +73,7 @@ class WeightSync:
         self.num_buckets = 0  # of the last sync
         self.sends_adapter = args.tuner_type == 'lora' and engine.takes_adapters
         self.last_kind = ''  # 'full', 'adapter'
+        self.wants_comparison = False  # the engine's weights cannot be read: its next rollouts are to be compared
 
     def run(self, version: int) -> int:
         """All ranks, collective. Returns the number of tensors that were brought."""
@@ -145,7 +149,8 @@ class WeightSync:
 
     def _verify(self, exported: dict[str, Checksum]) -> None:
         held = self.engine.checksums()
-        if held is None:  # a server's weights cannot be read; its answers are compared (see the engine)
+        if held is None:
+            self.wants_comparison = True
             return
         wrong, uncovered = differences(exported, held, self.engine.group.size, self.engine.holder_of)
         if wrong:
@@ -157,3 +162,30 @@ class WeightSync:
                            'To go on without this check, give --verify_weight_sync off.')
         logger.info(f'Weight sync: checksums of {covered} of {len(exported)} weights agree' +
                     (f'; not compared, e.g. {uncovered[:2]}' if uncovered else ''))
+
+    def compare(self, steps: Sequence[StepBatch], policy_logprobs: Sequence[torch.Tensor]) -> None:
+        """The proof where weights cannot be read: log-probabilities of the sampled tokens, the engine's against the policy's.
+
+        All ranks, collective. policy_logprobs: for each step [K], own tokens of the last pipeline stage filled in, zeros elsewhere.
+        Raises RunError where they differ by more than MAX_LOGPROB_DIFFERENCE in the mean: other kernels and bfloat16 give a few hundredths,
+        weights that did not arrive give more than one.
+        """
+        self.wants_comparison = False
+        total, count = 0.0, 0
+        for step, policy_K in zip(steps, policy_logprobs, strict=True):
+            if step.table.rollout_logprobs_K is None:
+                continue
+            own_K = policy_K != 0
+            total += float((step.table.rollout_logprobs_K - policy_K)[own_K].abs().sum())
+            count += int(own_K.sum())
+        parts = self.agree('Weight sync', lambda: (total, count))
+        tokens = sum(part[1] for part in parts)
+        if tokens == 0:
+            logger.warning('Weight sync: the engine gave no log-probabilities, so that its weights could not be verified.')
+            return
+        mean = sum(part[0] for part in parts) / tokens
+        if mean > MAX_LOGPROB_DIFFERENCE:
+            raise RunError(f"Weight sync: the engine's log-probabilities differ from the policy's by {mean:.3g} in the mean (at most "
+                           f'{MAX_LOGPROB_DIFFERENCE:g} is explained by kernels and precision): the weights did not arrive. '
+                           'To go on without this check, give --verify_weight_sync off.')
+        logger.info(f"Weight sync: the engine's log-probabilities agree with the policy's (mean difference {mean:.2g})")

@@ -31,7 +31,7 @@ from .step import frozen
 from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
-from .step.forward import PolicyForward
+from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.reward import Rewarder
@@ -113,6 +113,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         self.residency.to(Stage.TRAINING)
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+        self._verify_engine(scored, steps)
         self.learner.add_logprobs(steps)
         self.window.add_values(self.learner.add_advantages(steps, scored))
         self.window.add_values(completion_metrics(scored.rollouts))
@@ -165,6 +166,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.ahead.drain()
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
+
+    def _verify_engine(self, scored: ScoredRollouts, steps: list[StepBatch]) -> None:
+        """After a sync to an engine whose weights cannot be read. Rollouts of the weights of now, sampled from the model's own distribution."""
+        if self.engine is None or not self.sync.wants_comparison or not self.rollouts.sampling(0).is_plain:
+            return
+        if all(rollout.policy_version == self.progress.policy_version for rollout in scored.rollouts):
+            self.sync.compare(steps, [logprobs for logprobs, _ in collect_logprobs(self.policy, steps, self.device)])
 
     # -- rhythm ----------------------------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,10 @@ def check_arguments(args: Any) -> None:
                         'dropped and sent anew).')
     if args.use_vllm and args.vllm_mode == 'colocate' and args.sleep_level > 0 and cpu.is_active():
         raise UserError(f"--sleep_level {args.sleep_level}: vLLM's CPU build has no sleep mode; use 0 here. On a GPU it is passed through.")
+    for name, neutral in (('min_p', 0.0), ('structured_outputs_regex', None)):
+        if not args.use_vllm and getattr(args, name) != neutral:
+            raise UserError(f'--{name} {getattr(args, name)}: the transformers engine (--use_vllm false) cannot do that. Leave it out, or give '
+                            '--use_vllm true --vllm_mode colocate.')
     served = args.use_vllm and args.vllm_mode == 'server'
     if served:
         from .vllm_server import addresses

@@ -49,12 +49,14 @@ class RolloutEngine(abc.ABC):
     """What the trainer needs of an engine. All methods: all ranks of the engine, together.
 
     group: where it lies. version: of the weights it holds, -1 when they are not a complete set; `generate` then refuses.
+    keeps_deadlines: whether `generate` ends by itself at --rollout_timeout, and says why.
     runs_turns: whether it holds multi-turn conversations by itself.
     takes_adapters: whether `load_adapter` works. needs_base: whether it must get the base weights (again) before an adapter.
     """
 
     group: EngineGroup
     version: int = -1
+    keeps_deadlines: bool = False
     runs_turns: bool = False
     takes_adapters: bool = False
     needs_base: bool = True

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rlhf_trainers.utils import (VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH, TensorLoRARequest,
-                                       add_base_layer_suffix_by_param_names, expand_vllm_param_name_aliases,
+                                       add_base_layer_suffix_by_param_names, aggressive_empty_cache, expand_vllm_param_name_aliases,
                                        finish_vllm_weight_reload, patch_vllm_load_adapter, patch_vllm_moe_model_weight_loader,
-                                       sleep_vllm_engine, vllm_supports_lora_load_inplace)
+                                       set_expandable_segments, sleep_vllm_engine, vllm_supports_lora_load_inplace)
 from swift.template import Template
 from typing import Any
 
@@ -55,6 +55,7 @@ class VllmColocateEngine(RolloutEngine):
             engine_kwargs['enable_return_routed_experts'] = True
         if args.vllm_enable_expert_parallel:
             engine_kwargs.setdefault('enable_expert_parallel', True)
+        set_expandable_segments(False)
         self.engine = GRPOVllmEngine(
             args.model_info.model_dir,
             torch_dtype=args.torch_dtype,
@@ -79,6 +80,7 @@ class VllmColocateEngine(RolloutEngine):
             max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
             engine_kwargs=engine_kwargs,
             logprobs_mode='processed_logprobs')
+        set_expandable_segments(True)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
         self.version = -1  # incomplete until the last line
@@ -168,8 +170,12 @@ class VllmColocateEngine(RolloutEngine):
             self.needs_base = True
 
     def wake(self, tags: Sequence[str]) -> None:
-        if self.engine.inner_model_executor.is_sleeping:
-            self.engine.engine.wake_up(tags=list(tags))
+        if not self.engine.inner_model_executor.is_sleeping:
+            return
+        aggressive_empty_cache()  # what the trainer gave away is the allocator's until then
+        if 'kv_cache' in tags:
+            set_expandable_segments(False)  # vLLM's own memory pool cannot lie in them; going to sleep allows them again
+        self.engine.engine.wake_up(tags=list(tags))
 
     def close(self) -> None:
         engine, self.engine = self.engine, None

@@ -50,6 +50,11 @@ def addresses(args: Any) -> list[tuple[str, int]]:
     return list(zip(urls, group_ports))
 
 
+def _limit(seconds: float) -> float:
+    """0 means none, as everywhere else; what waits wants a number."""
+    return seconds if seconds > 0 else 1e8
+
+
 @dataclass(kw_only=True, slots=True)
 class Pending:
     """Answers that are being sampled. `future` is on the talking rank only."""
@@ -63,6 +68,8 @@ class VllmServerEngine(RolloutEngine):
         group: one engine; every rank of the run is in it.
         device: the rank's device; weights are sent from it.
     """
+
+    keeps_deadlines = True
 
     def __init__(self, args: Any, group: EngineGroup, device: torch.device):
         self.args = args
@@ -78,8 +85,8 @@ class VllmServerEngine(RolloutEngine):
                 from ..cpu import vllm_plugin
                 vllm_plugin.register()
             from .rollout_server import SwiftRolloutServer
-            servers = [SwiftRolloutServer(url, port, device, connect_timeout=args.vllm_server_timeout, server_timeout=args.server_timeout,
-                                          sync_timeout=args.sync_timeout)
+            servers = [SwiftRolloutServer(url, port, device, connect_timeout=args.vllm_server_timeout, server_timeout=_limit(args.server_timeout),
+                                          sync_timeout=_limit(args.sync_timeout))
                        for url, port in places]
             self.pool = ServerPool(servers, say=logger.warning)
             self.pool.start()
@@ -202,7 +209,7 @@ class VllmServerEngine(RolloutEngine):
                 return_details=True)
 
         future = self._sampler.submit(self.pool.answers, list(requests), config_of, version=version, unit=self.args.num_generations,
-                                      seconds=self.args.rollout_timeout)
+                                      seconds=_limit(self.args.rollout_timeout))
         return Pending(version=version, future=future)
 
     def finish(self, pending: Pending) -> list[Any]:

@@ -102,6 +102,11 @@ class RolloutStage:
         """`begin` and `complete` in one."""
         return self.complete(self.begin(prompts, num_generations=num_generations, seed=seed, version=version))
 
+    @property
+    def _seconds(self) -> float:
+        limit = self.args.rollout_timeout
+        return limit + GRACE_SECONDS if self.engine.keeps_deadlines and limit > 0 else limit
+
     def begin(self, prompts: list[Prompt], *, num_generations: int, seed: int, version: int) -> Phase:
         """All ranks, collective. A server samples from here on; other engines do so in `complete`.
 
@@ -147,7 +152,7 @@ class RolloutStage:
         lost: list[EngineLost] = []
 
         def produce() -> tuple[list[tuple[Rollout, list[float | None]]], dict[str, float]]:
-            with deadline('Sampling of a generation', self.args.rollout_timeout + GRACE_SECONDS, rank=rank):
+            with deadline('Sampling of a generation', self._seconds, rank=rank):
                 try:
                     self.settle(phase)
                 except EngineLost as error:

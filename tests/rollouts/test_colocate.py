@@ -58,6 +58,7 @@ def full_weights(argv: list[str]) -> dict[str, Any]:
     trainer.sync.run(version + 1)  # verified: checksums of every tensor
     out['changed'] = not equal(states[0], engine_state(trainer.engine))
     out['greedy'] = greedy_of_engine(trainer)
+    out['asked'] = asked_of_vllm(trainer)
     with torch.no_grad():
         list(trainer.engine._parameters().values())[3].view(-1)[0] += 1.0
     exported = trainer.sync._export
@@ -83,6 +84,27 @@ def greedy_of_engine(trainer: Any) -> list[tuple[list[int], list[float]]]:
             for output in outputs]
 
 
+def asked_of_vllm(trainer: Any) -> list[dict[str, Any]]:
+    """Sampling parameters as vLLM gets them, of two requests."""
+    from swift.infer_engine.protocol import RolloutInferRequest
+
+    from swift_megatron_grpo.engines import Sampling
+    engine = trainer.engine.engine
+    add, asked = engine._add_request, []
+
+    def recorded(inputs: Any, config: Any, request_id: str, **kwargs: Any) -> Any:
+        asked.append({name: getattr(config, name) for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'seed', 'max_tokens')} |
+                     {'stop': list(config.stop), 'regex': config.structured_outputs.regex if config.structured_outputs else None})
+        return add(inputs, config, request_id, **kwargs)
+
+    engine._add_request = recorded
+    request = RolloutInferRequest(messages=[{'role': 'user', 'content': 'hi'}])
+    trainer.engine.generate([request, request], Sampling(temperature=0.7, max_tokens=3, top_p=0.8, top_k=7, min_p=0.05, repetition_penalty=1.2,
+                                                         stop_words=('stop!', ), seed=11))
+    engine._add_request = add
+    return asked
+
+
 @pytest.mark.parametrize('kind, world_size, layout', [
     ('qwen3', 1, {}),
     ('qwen3_moe', 2, {'tensor_model_parallel_size': 2, 'vllm_tensor_parallel_size': 2}),
@@ -96,6 +118,10 @@ def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, 
         assert out['buckets_equal'] and out['policy_untouched'] and out['changed']
         assert out['transfers'][0] == out['count'] and 1 < out['transfers'][1] < out['count'] and out['transfers'][2] == 1
         assert 'did not arrive as it was sent' in out['fault'], out.get('fault')
+        for number, asked in enumerate(out['asked']):
+            assert 'stop!' in asked.pop('stop')
+            assert asked == {'temperature': 0.7, 'top_p': 0.8, 'top_k': 7, 'min_p': 0.05, 'repetition_penalty': 1.2, 'seed': 11 + number,
+                             'max_tokens': 3, 'regex': None}
     tokens = [tokens for tokens, _ in result[0]['greedy']]
     expected = greedy_of_transformers(model, result[0]['weights'], ('what is 1 + 1?', 'compute 17 - 9'), 12)
     assert tokens == [row for row, _ in expected]

@@ -1,7 +1,9 @@
 """A real `swift rollout` server: trained against, one generation ahead, with an adapter, and ended in the middle."""
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,48 @@ def test_a_server_that_is_killed_leaves_a_checkpoint_and_a_named_error(ranks: An
         assert 'no rollout server is left' in result['error'] and 'stops after 1 optimizer steps' in result['error']
     folder = tmp_path / 'out' / 'checkpoint-1'
     assert str(folder) in results[0]['error'] and (folder / 'trainer_state.json').exists()
+
+
+def error_of(argv: list[str]) -> str:
+    try:
+        trainer, datasets = trainer_and_data(argv)
+        trainer.train(*datasets)
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
+    return ''
+
+
+def test_a_wrong_group_port_ends_in_a_named_timeout(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(('0.0.0.0', 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        argv = arguments(tmp_path, model, **served(server, vllm_server_group_port=port, sync_timeout=8))
+        error = ranks.run(error_of, argv, world_size=1, deadline=200.)[0]
+    assert f'the group for weights on port {port} (--vllm_server_group_port) did not end within 8 s' in error
+    assert error.startswith(f'RunError: Rollout server http://127.0.0.1:{server.port} could not be connected')
+
+
+def freeze_while_sampling(argv: list[str], pid: int) -> dict[str, Any]:
+    trainer, datasets = trainer_and_data(argv)
+    start_phase = trainer.engine.start
+
+    def start(requests: Any, sampling: Any) -> Any:
+        if trainer.state.iteration == 1:
+            os.killpg(pid, signal.SIGSTOP)
+        return start_phase(requests, sampling)
+
+    trainer.engine.start = start
+    started = time.monotonic()
+    try:
+        trainer.train(*datasets)
+    except Exception as error:
+        return {'error': f'{type(error).__name__}: {error}', 'seconds': time.monotonic() - started}
+    return {'error': '', 'seconds': 0.0}
+
+
+def test_a_server_that_falls_silent_is_dropped(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:  # the last test of this server
+    argv = arguments(tmp_path, model, **served(server, server_timeout=4, save_strategy='no'))
+    result = ranks.run(freeze_while_sampling, argv, server.process.pid, world_size=1, deadline=300.)[0]
+    assert result['error'].startswith('RunError: Sampling of a generation: no rollout server is left'), result
+    assert '4 s' in result['error'] and 'stops after 1 optimizer steps.' in result['error']
