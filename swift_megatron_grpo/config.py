@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swift.megatron.arguments import MegatronRLHFArguments
 from typing import Any, List, Literal, Optional, Union
 
-from . import cpu
+from . import cpu, engines
 from .errors import UserError
 
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
@@ -20,15 +20,6 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('vllm_mode', (None, 'colocate'), 'use --vllm_mode colocate'),
-    ('async_generate', (False, ), 'leave it out: generation and training take turns'),
-    ('multi_turn_scheduler', (None, ), 'single-turn rollouts only'),
-    ('use_gym_env', (None, False), 'use reward functions'),
-    ('gym_env', (None, ), 'use reward functions'),
-    ('sleep_level', (0, ), 'use --sleep_level 0 and a smaller --vllm_gpu_memory_utilization'),
-    ('offload_model', (False, ), 'leave it out'),
-    ('offload_optimizer', (False, ), 'leave it out'),
-    ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
     ('dynamic_sample', (False, ), 'leave it out'),
     ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
     ('reward_model', (None, [], ()), 'use --reward_funcs'),
@@ -119,6 +110,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         super().__post_init__()
         if cpu.is_active():
             cpu.refuse_unsupported(self)
+        engines.check_arguments(self)
         # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
         self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
 

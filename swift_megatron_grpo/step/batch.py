@@ -106,10 +106,14 @@ class BatchBuilder:
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
         """One rollout through ms-swift's `encode_sample`, without its length limit (the answer was already limited when sampled)."""
         limit, self.template.max_length = self.template.max_length, None
+        if rollout.response_token_ids:
+            # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
+            self.template._add_dynamic_eos = lambda *args, **kwargs: None
         try:
             encoded = encode_sample(sample, self.template)
         finally:
             self.template.max_length = limit
+            vars(self.template).pop('_add_dynamic_eos', None)
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])
