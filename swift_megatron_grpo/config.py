@@ -29,7 +29,6 @@ NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ('offload_model', (False, ), 'leave it out'),
     ('offload_optimizer', (False, ), 'leave it out'),
     ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
-    ('dynamic_sample', (False, ), 'leave it out'),
     ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
     ('reward_model', (None, [], ()), 'use --reward_funcs'),
     ('teacher_model', (None, ), 'leave it out'),
@@ -124,8 +123,6 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             value = getattr(self, name)
             if value not in harmless:
                 raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
-        if self.truncation_strategy == 'delete':
-            raise UserError('--truncation_strategy delete: not available with --backend megatron in this version; use left.')
 
     def _init_resume(self, folder: str) -> None:
         if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):

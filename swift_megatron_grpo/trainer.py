@@ -31,6 +31,7 @@ from .step.completions import completion_metrics
 from .step.forward import PolicyForward
 from .step.learn import Learner
 from .step.prompts import PromptSource, StreamingPromptSource
+from .step.resample import Sampler
 from .step.reward import Rewarder
 from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
 from .sync import WeightSync
@@ -64,6 +65,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.engine = build_engine(args, template, self.topology, self.device)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
             self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
+            self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
@@ -98,17 +100,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self.learner.add_logprobs(steps)
         self.window.add_values(self.learner.add_advantages(steps, scored))
-        self.window.add_values(completion_metrics(scored.rollouts))
+        self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
         return Generation(index=index, scored=scored, steps=steps)
 
     def _sample(self, index: int) -> ScoredRollouts:
         args = self.args
-        prompts = self.prompts.take(index)
         self.sync_weights()
-        scored = self.rollouts.run(prompts, num_generations=args.num_generations, seed=generation_seed(args.seed, index),
-                                   version=self.synced_version)
+        scored = self.sampler.collect(self.prompts, index, self.synced_version)
         if args.save_rollouts is not None and self.topology.is_logging_rank:
             frozen.write_generation(frozen.generation_path(args.save_rollouts, index), index, scored, self.rewarder.names, args.seed)
         return scored
