@@ -29,10 +29,6 @@ NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ('offload_model', (False, ), 'leave it out'),
     ('offload_optimizer', (False, ), 'leave it out'),
     ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
-    ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
-    ('reward_model', (None, [], ()), 'use --reward_funcs'),
-    ('teacher_model', (None, ), 'leave it out'),
-    ('teacher_model_server', (None, ), 'leave it out'),
     ('router_replay_mode', ('disabled', ), 'leave it out'),
     ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
     ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
@@ -191,4 +187,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             num_generations = self.num_generations_eval or self.num_generations
             prompts = max(self.generation_batch_size // num_generations, 1)
             batches = -(-len(val_dataset) // prompts)
+            if self.replay_rollouts is not None:
+                raise UserError('--replay_rollouts trains on saved rollouts and loads no engine, so there is nothing to evaluate with. '
+                                'Give --eval_strategy no (or leave the validation data out).')
             self.eval_iters = batches if self.eval_iters < 0 else min(self.eval_iters, batches)

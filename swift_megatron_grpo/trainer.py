@@ -25,16 +25,19 @@ from .metrics import Window
 from .parallel import build_topology
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
+from .reward_models import load_reward_models
 from .step import frozen
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
 from .step.forward import PolicyForward
 from .step.learn import Learner
+from .step.nonfinite import FiniteGate, report
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.resample import Sampler
 from .step.reward import Rewarder
 from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
 from .sync import WeightSync
+from .teacher import build_teacher
 from .types import Sums
 
 logger = get_logger()
@@ -55,10 +58,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
-        self.rewarder = Rewarder(args, self.state)
+        self.rewarder = Rewarder(args, self.state, load_reward_models(args, self.device))
         self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
-        self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
+        self.teacher = build_teacher(self, self.topology, self.policy, self.device)
+        self.learner = Learner(args, self.policy, self.reference, self.teacher, self.topology, self.device, self.rewarder.names,
+                               self.rewarder.weights)
+        for name in self.learner.config.without_effect():
+            logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
         if args.replay_rollouts is None:
@@ -98,7 +105,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
-        self.learner.add_logprobs(steps)
+        self.learner.add_logprobs(steps, scored)
         self.window.add_values(self.learner.add_advantages(steps, scored))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
@@ -130,7 +137,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
+        elif self.gate.norm_of_refused is not None:
+            sums, grad_norm = Sums(), self.gate.norm_of_refused
+            self._skip(grad_norm)
         self._advance()
+        if self.reference is not None:
+            self.reference.after_update(self.progress.iteration)
         return sums, grad_norm, updated
 
     def sync_weights(self) -> None:
@@ -141,6 +153,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
         self.synced_version = version
+
+    def _skip(self, grad_norm: float) -> None:
+        rollouts = self.generation.scored.rollouts
+        text = report(self.learner.trace, rollouts, norm=grad_norm, step=self.state.iteration + 1, policy=self.args.nonfinite_update,
+                      topology=self.topology)
+        logger.warning(text)
+        self.progress.skipped_updates += 1
 
     # -- rhythm ----------------------------------------------------------------------------------------------------------------------------
 
@@ -188,6 +207,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
+        self.gate = FiniteGate(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
                 optimizer,
@@ -215,6 +235,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def on_log(self, logs: dict[str, Any], prefix: str = '') -> None:
         if not prefix:
             logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
+            logs['skipped_updates'] = self.progress.skipped_updates
             logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
         super().on_log(logs, prefix)
 
@@ -240,12 +261,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
         if self.progress.updates_in_generation == 0:
             return None
-        scored, old, ref = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
+        scored, logprobs = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
-        for step, old_K, ref_K in zip(steps, old, ref):
-            step.table.old_logprobs_K = None if old_K is None else old_K.to(self.device)
-            step.table.ref_logprobs_K = None if ref_K is None else ref_K.to(self.device)
+        for step, values in zip(steps, logprobs, strict=True):
+            step.table.set_logprobs({name: step.own_tokens(value.to(self.device)) for name, value in values.items()})
         self.learner.add_advantages(steps, scored)
         return Generation(index=self.progress.generation, scored=scored, steps=steps)
 

@@ -45,6 +45,14 @@ class StepBatch:
     def num_sequences(self) -> int:
         return int(self.table.lengths_S.numel())
 
+    def own_tokens(self, whole_K: torch.Tensor) -> torch.Tensor:
+        """A vector over the whole step, zeros in place of the tokens of other data-parallel indices."""
+        own_K = torch.zeros_like(whole_K)
+        for micro_batch in self.micro_batches:
+            index_C = micro_batch.token_index_C.to(whole_K.device)
+            own_K[index_C] = whole_K[index_C]
+        return own_K
+
 
 class BatchBuilder:
     """Builds the optimizer steps of a generation.

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ..errors import UserError
 from ..parallel import Topology, agree
+from ..teacher import refuse_own_prompts
 from .prompts import Prompt
 from .rollout import RolloutStage, ScoredRollouts, generation_seed
 
@@ -67,6 +68,7 @@ class Sampler:
             UserError where truncation_strategy delete leaves too few prompts; RunError from sampling.
         """
         prompts = source.take(generation)
+        refuse_own_prompts(prompts)
         others = source.replacements(generation, {prompt.dataset_index for prompt in prompts})
         prompts, num_replaced = self._encodable(prompts, others)
         scored = self._sample(prompts, generation, 0, version)

@@ -91,7 +91,7 @@ class Rewarder:
         if self.use_gym_env:
             columns[-1] = self._checked(len(self.names) - 1, samples, [sample.rollout_infos['total_reward'] for sample in samples])
         self.running = ''
-        return Scores(rewards=[list(row) for row in zip(*columns)], seconds=seconds)
+        return Scores(rewards=[[column[i] for column in columns] for i in range(len(samples))], seconds=seconds)
 
     def _call(self, i: int, samples: Sequence[GRPOSample], seconds: dict[str, float], function: Any) -> list[float | None]:
         self.running = f'reward function {self.names[i]}'
