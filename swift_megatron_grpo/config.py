@@ -29,7 +29,7 @@ NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ('offload_model', (False, ), 'leave it out'),
     ('offload_optimizer', (False, ), 'leave it out'),
     ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
-    ('router_replay_mode', ('disabled', ), 'leave it out'),
+    ('router_replay_mode', ('disabled', 'R2'), 'use R2, or leave it out'),
     ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
     ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
 )
@@ -119,6 +119,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             value = getattr(self, name)
             if value not in harmless:
                 raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
+        if self.router_replay_mode == 'R2' and self.max_tokens_per_forward_only_micro_batch is not None:
+            raise UserError(f'--router_replay_mode R2 records in passes without gradient what training replays, so both need the same micro-batches: '
+                            f'leave out --max_tokens_per_forward_only_micro_batch {self.max_tokens_per_forward_only_micro_batch}.')
 
     def _init_resume(self, folder: str) -> None:
         if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):

@@ -31,11 +31,12 @@ from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
 from .step.forward import PolicyForward
 from .step.learn import Learner
-from .step.nonfinite import FiniteGate, report
+from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.resample import Sampler
 from .step.reward import Rewarder
 from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
+from .step.routing import RouteBook
 from .sync import WeightSync
 from .teacher import build_teacher
 from .types import Sums
@@ -59,7 +60,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
         self.rewarder = Rewarder(args, self.state, load_reward_models(args, self.device))
-        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
+        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature, RouteBook() if self.enable_routing_replay else None)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.teacher = build_teacher(self, self.topology, self.policy, self.device)
         self.learner = Learner(args, self.policy, self.reference, self.teacher, self.topology, self.device, self.rewarder.names,
@@ -203,6 +204,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         super().prepare_model()
         mark_tensor_parallel(self.unwrapped_models)
+        leave_it_to_the_gate(self.wrapped_models)
 
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
         optimizer, scheduler = super().get_optimizer_and_scheduler()
@@ -261,6 +263,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
         if self.progress.updates_in_generation == 0:
             return None
+        if self.policy.routes is not None:
+            logger.warning('router_replay_mode R2: a checkpoint holds no expert choices; the rest of this generation is trained without replay.')
         scored, logprobs = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)

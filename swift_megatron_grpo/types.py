@@ -109,7 +109,8 @@ class MicroBatch:
     logit_positions_C: torch.Tensor  # int64
     token_index_C: torch.Tensor  # int64
     sequence_ids_C: torch.Tensor  # int64, 0 .. S-1, row of the micro-batch
-    routed_experts: Any = None
+    # Router replay: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]
+    routes: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

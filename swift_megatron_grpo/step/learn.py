@@ -1,6 +1,7 @@
 """Everything between scored rollouts and an optimizer step: log-probabilities, advantages, weights, loss (import tier 2)."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import torch
 import torch.distributed as dist
@@ -70,7 +71,12 @@ class Learner:
         """old_logprobs_K, ref_logprobs_K and teacher_logprobs_K where they are needed. All ranks, collective: one forward-only run of the
         schedule for each."""
         if self.needs_old_pass:
-            for step, (logprobs_K, _) in zip(steps, collect_logprobs(self.forward, steps, self.device)):
+            with self.forward.routes.record() if self.forward.routes is not None else contextlib.nullcontext():
+                old = collect_logprobs(self.forward, steps, self.device)
+            if self.forward.routes is not None:
+                for step in steps:
+                    step.share_routes()
+            for step, (logprobs_K, _) in zip(steps, old):
                 step.table.old_logprobs_K = logprobs_K
         if self.reference is not None:
             for step, logprobs_K in zip(steps, self.reference.logprobs(steps)):

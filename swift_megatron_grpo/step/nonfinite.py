@@ -52,6 +52,13 @@ class FiniteGate:
         return self._get_grad_norm()
 
 
+def leave_it_to_the_gate(wrapped_models: Sequence[Any]) -> None:
+    """ms-swift has Megatron's data-parallel wrapper end the run of the one rank that sees a NaN in its share of a gradient, which names no prompt
+    and leaves the other ranks waiting. The gate sees the same NaN, on all ranks, and does what --nonfinite_update says."""
+    for model in wrapped_models:
+        model.ddp_config.check_for_nan_in_grad = False
+
+
 def poison(loss: torch.Tensor) -> torch.Tensor:
     """The same value and gradient; a NaN gradient where the value is not finite, which every rank then sees in the norm. Pure."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, float('nan'))
