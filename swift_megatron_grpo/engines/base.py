@@ -103,7 +103,7 @@ class RolloutEngine(abc.ABC):
         if level:
             raise NotImplementedError(f'{type(self).__name__} cannot sleep')
 
-    def wake(self, tags: Sequence[str]) -> None:  # noqa: B027 (an engine that never sleeps has nothing to do)
+    def wake(self, tags: Sequence[str]) -> None:
         """Takes memory for 'weights' or 'kv_cache' again."""
 
     @abc.abstractmethod

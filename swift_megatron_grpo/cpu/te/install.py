@@ -1,5 +1,4 @@
 """Puts the stand-in under the name `transformer_engine` (import tier 2)."""
-import itertools
 import contextlib
 import enum
 import importlib.machinery
