@@ -98,7 +98,7 @@ def _set_replicas(parameter: torch.Tensor) -> bool:
     if own == mpu.get_data_parallel_world_size(with_context_parallel=True) or not getattr(parameter, 'allreduce', True):
         return False
     if hasattr(parameter, 'main_grad'):
-        raise RuntimeError('mark_tensor_parallel came after DistributedDataParallel, which has sorted the experts among the replicas of the rest')
+        raise RuntimeError('mark_tensor_parallel must come before DistributedDataParallel, which sorts parameters by their replicas')
     parameter.allreduce = False
     return True
 

@@ -45,6 +45,20 @@ class StepBatch:
     def num_sequences(self) -> int:
         return int(self.table.lengths_S.numel())
 
+    def share_routes(self) -> None:
+        """Gives the expert choices that a forward-only pass recorded to the training micro-batches, which hold the same rows."""
+        for training, forward_only in zip(self.micro_batches, self.forward_only_micro_batches, strict=True):
+            assert torch.equal(training.token_index_C, forward_only.token_index_C)
+            training.routes = forward_only.routes
+
+    def own_tokens(self, whole_K: torch.Tensor) -> torch.Tensor:
+        """A vector over the whole step, zeros in place of the tokens of other data-parallel indices."""
+        own_K = torch.zeros_like(whole_K)
+        for micro_batch in self.micro_batches:
+            index_C = micro_batch.token_index_C.to(whole_K.device)
+            own_K[index_C] = whole_K[index_C]
+        return own_K
+
 
 class BatchBuilder:
     """Builds the optimizer steps of a generation.
@@ -106,10 +120,14 @@ class BatchBuilder:
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
         """One rollout through ms-swift's `encode_sample`, without its length limit (the answer was already limited when sampled)."""
         limit, self.template.max_length = self.template.max_length, None
+        if rollout.response_token_ids:
+            # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
+            self.template._add_dynamic_eos = lambda *args, **kwargs: None
         try:
             encoded = encode_sample(sample, self.template)
         finally:
             self.template.max_length = limit
+            vars(self.template).pop('_add_dynamic_eos', None)
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])

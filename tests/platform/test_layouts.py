@@ -140,4 +140,19 @@ def test_a_vocabulary_that_tensor_parallel_does_not_divide_is_padded(ranks, tiny
 @pytest.mark.parametrize('layout', [Layout(world=2), Layout(tp=2, world=2), Layout(pp=2, world=2), Layout(ep=2, world=2)], ids=layouts.name)
 def test_checkpoint_of_model_and_distributed_optimizer_comes_back_bit_for_bit(layout, ranks, tiny_model, tmp_path):
     folder = tiny_model('qwen3_moe' if layout.ep > 1 else 'qwen3')
-    assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), str(tmp_path / 'checkpoint'), world_size=2) == [(True, True)] * 2
+    directory = str(tmp_path / 'checkpoint')
+    assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), directory, world_size=2) == [(True, True)] * 2
+
+
+def test_an_adapters_norm_and_update_are_the_same_in_every_layout(ranks, tiny_model, tmp_path):
+    """The whole factor of a LoRA pair lies on every tensor-parallel rank and counts once; the base stays as it is to the bit."""
+    folder = tiny_model('qwen3')
+    adapter = layouts.write_adapter(folder, tmp_path / 'adapter')
+    (plain, distributed), expected, _ = ranks.run(layouts.adapter_step, folder, adapter, layouts.fields(Layout()), world_size=1)[0]
+    assert plain == pytest.approx(distributed, rel=1e-6) and plain > 0.01
+    for layout in (Layout(tp=2, world=2), Layout(tp=2, sp=True, world=2), Layout(pp=2, world=2), Layout(cp=2, world=2)):
+        norms, updated, changed = ranks.run(layouts.adapter_step, folder, adapter, layouts.fields(layout), world_size=2)[0]
+        assert norms == pytest.approx([plain, plain], rel=1e-5), layout
+        assert sorted(updated) == sorted(expected)
+        assert max((updated[name] - value).abs().max().item() for name, value in expected.items()) < 1e-6
+        assert changed == 0
