@@ -96,7 +96,7 @@ batch_p2p_comm | megatron | bool | - | null | kept | - |
 align_param_gather | megatron | bool | - | true | kept | - |
 sequence_parallel | megatron | bool | - | false | kept | - |
 context_parallel_size | megatron | int | - | 1 | kept | - |
-cp_comm_type | megatron | list[str] | - | null | kept | - |
+cp_comm_type | megatron | str | - | null | kept | - |
 cp_partition_mode | megatron | str{zigzag,contiguous} | - | "zigzag" | kept | - |
 sequence_packing_scheduler | megatron | str{dp_balanced,default_dynamic_cp} | - | null | refused | - | micro-batches are packed and balanced by --max_tokens_per_micro_batch
 tp_comm_overlap | megatron | bool | - | false | kept | - |
