@@ -502,3 +502,18 @@ def test_an_argument_that_is_said_to_be_unread_is_read_nowhere():
     )
     for name, *_ in UNREAD:
         assert not re.search(rf'\b{name}\b', code), f'{name} is read now: take it out of UNREAD in args/pending.py'
+
+
+def test_a_configuration_that_cannot_be_read_is_one_error(workplace, monkeypatch):
+    def error_of(name, text):
+        (workplace / name).write_text(text, encoding='utf-8')
+        return resolve([name, '--backend', 'megatron'], {}).errors[0]
+
+    assert 'is not valid JSON' in error_of('run.json', '{"a": ')
+    assert 'holds list; a mapping' in error_of('list.yaml', '- a\n')
+    assert 'missing.yaml cannot be read' in resolve(['missing.yaml', '--backend', 'megatron'], {}).errors[0]
+    monkeypatch.setitem(__import__('sys').modules, 'yaml', None)
+    assert 'needs PyYAML (pip install pyyaml)' in error_of('run.yaml', 'a: 1\n')
+    (workplace / 'run.json').write_text('{"rlhf_type": "grpo", "model": "tiny", "dataset": ["data.jsonl"], "reward_funcs": "accuracy"}')
+    plan = resolve(['run.json', '--backend', 'megatron', '--batch_check', 'exact'], {'NPROC_PER_NODE': '8'})
+    assert other_errors(plan) == []
