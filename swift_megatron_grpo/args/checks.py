@@ -7,6 +7,7 @@ from typing import Any
 
 from . import lr as lr_schedule
 from . import model_files
+from .doctor import in_range, installed_version
 from .engine_checks import engine
 from .path_checks import paths
 from .registries import unknown_name
@@ -68,7 +69,7 @@ RANGES = (
 
 def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
-    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, paths):
+    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, newer_megatron, paths):
         check(t)
     if config is not None:
         against_model(t, config)
@@ -222,6 +223,14 @@ def tuner(t: Translation) -> None:
         )
     if t.effective('async_save') and t.effective('save_total_limit') is not None:
         t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
+
+
+def newer_megatron(t: Translation) -> None:
+    """Arguments that the installed Megatron-Core does not know: said, not ignored in silence."""
+    for name in ('optimizer_cuda_graph', 'apply_dsa_kernel_fusion', 'csa_dense_mode', 'mhc_recompute_layer_num'):
+        version = installed_version('megatron-core') if name in t.given else None
+        if version is not None and not in_range(version, '0.17', None):
+            t.warnings.append(f'--{name} has no effect with Megatron-Core {version}: newer ones read it.')
 
 
 def layout_flags(t: Translation) -> None:
