@@ -3,7 +3,6 @@ import itertools
 import contextlib
 import enum
 import importlib.machinery
-import itertools
 import sys
 import types
 from collections.abc import Iterator
