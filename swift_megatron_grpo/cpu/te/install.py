@@ -1,8 +1,8 @@
 """Puts the stand-in under the name `transformer_engine` (import tier 2)."""
-import itertools
 import contextlib
 import enum
 import importlib.machinery
+import itertools
 import sys
 import types
 from collections.abc import Iterator
