@@ -2,7 +2,8 @@
 
 `activate()` stands in for Transformer Engine, sends every CUDA device to the CPU, and mends what remains. Its changes reach every
 library of the process, so it belongs in worker processes, as their first statement, before megatron, mcore_bridge or swift.megatron are
-imported. It proves parallel logic, arithmetic and orchestration; kernels, NCCL, streams, overlap, sleep mode and FP8 it cannot show.
+imported. It proves parallel logic, arithmetic and orchestration; kernels, NCCL, streams, overlap, sleep mode and FP8 it cannot show, and host
+and device draw from one random stream here.
 """
 import importlib.util
 import logging
