@@ -36,6 +36,7 @@ class Progress:
     generation: int = 0  # the generation that the next optimizer step trains on
     updates_in_generation: int = 0  # optimizer steps of it that are done
     policy_version: int = 0
+    skipped_updates: int = 0  # left out because their gradient was not finite
     best_metric: float | None = None
     best_global_step: int | None = None
     num_prompts_per_generation: int = 0
@@ -92,6 +93,8 @@ def save(trainer: Any, progress: Progress) -> str:
             dist.barrier()
             with merged_for_export(trainer.unwrapped_models):
                 _save_weights(trainer, merged_staging, peft_format=False)
+    if trainer.reference is not None:
+        trainer.reference.save(staging)
     if progress.updates_in_generation > 0 and trainer.generation is not None:
         _write_pending(trainer, staging)
     dist.barrier()
@@ -135,21 +138,23 @@ def _write_pending(trainer: Any, folder: str) -> None:
         return
     tensors: dict[str, torch.Tensor] = {}
     for number, step in enumerate(generation.steps):
-        for name, values in (('old', step.table.old_logprobs_K), ('ref', step.table.ref_logprobs_K)):
-            if values is not None:
-                whole = values.clone()
-                if topology.dp_size > 1:
-                    dist.all_reduce(whole, group=topology.dp_group)
-                tensors[f'{name}/{number}'] = whole.cpu()
+        for name, values in step.table.logprobs().items():
+            whole = values.clone()
+            if topology.dp_size > 1:
+                dist.all_reduce(whole, group=topology.dp_group)
+            tensors[f'{name}/{number}'] = whole.cpu()
     if topology.is_logging_rank:
         frozen.write_generation(os.path.join(folder, PENDING + '.jsonl'), generation.index, generation.scored, trainer.rewarder.names,
                                 trainer.args.seed, num_steps=len(generation.steps))
         save_file(tensors, os.path.join(folder, PENDING + '.safetensors'))
 
 
-def read_pending(folder: str, reward_names: list[str]) -> tuple[ScoredRollouts, list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """(rollouts, old_logprobs_K and ref_logprobs_K of each optimizer step). Every rank reads."""
+def read_pending(folder: str, reward_names: list[str]) -> tuple[ScoredRollouts, list[dict[str, torch.Tensor]]]:
+    """(rollouts, log-probabilities of each optimizer step by name, see `TokenTable.logprobs`). Every rank reads."""
     scored, head = frozen.read_generation(os.path.join(folder, PENDING + '.jsonl'), reward_names)
     tensors = load_file(os.path.join(folder, PENDING + '.safetensors'))
-    steps = range(head['num_steps'])
-    return scored, [tensors.get(f'old/{i}') for i in steps], [tensors.get(f'ref/{i}') for i in steps]
+    steps: list[dict[str, torch.Tensor]] = [{} for _ in range(head['num_steps'])]
+    for key, values in tensors.items():
+        name, number = key.split('/')
+        steps[int(number)][name] = values
+    return scored, steps

@@ -20,12 +20,7 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('dynamic_sample', (False, ), 'leave it out'),
-    ('sync_ref_model', (False, ), 'leave it out: the reference stays the initial model'),
-    ('reward_model', (None, [], ()), 'use --reward_funcs'),
-    ('teacher_model', (None, ), 'leave it out'),
-    ('teacher_model_server', (None, ), 'leave it out'),
-    ('router_replay_mode', ('disabled', ), 'leave it out'),
+    ('router_replay_mode', ('disabled', 'R2'), 'use R2, or leave it out'),
     ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
     ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
 )
@@ -97,6 +92,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             # No NCCL, no fused kernels; everything else is as on an accelerator.
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
+            if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
+                # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
+                self.fp16 = self.bf16 = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()
@@ -116,8 +114,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             value = getattr(self, name)
             if value not in harmless:
                 raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
-        if self.truncation_strategy == 'delete':
-            raise UserError('--truncation_strategy delete: not available with --backend megatron in this version; use left.')
+        if self.router_replay_mode == 'R2' and self.max_tokens_per_forward_only_micro_batch is not None:
+            raise UserError(f'--router_replay_mode R2 records in passes without gradient what training replays, so both need the same micro-batches: '
+                            f'leave out --max_tokens_per_forward_only_micro_batch {self.max_tokens_per_forward_only_micro_batch}.')
 
     def _init_resume(self, folder: str) -> None:
         if not os.path.exists(os.path.join(folder, 'latest_checkpointed_iteration.txt')):
@@ -186,4 +185,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             num_generations = self.num_generations_eval or self.num_generations
             prompts = max(self.generation_batch_size // num_generations, 1)
             batches = -(-len(val_dataset) // prompts)
+            if self.replay_rollouts is not None:
+                raise UserError('--replay_rollouts trains on saved rollouts and loads no engine, so there is nothing to evaluate with. '
+                                'Give --eval_strategy no (or leave the validation data out).')
             self.eval_iters = batches if self.eval_iters < 0 else min(self.eval_iters, batches)

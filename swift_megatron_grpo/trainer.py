@@ -27,16 +27,21 @@ from .parallel import agree, build_topology
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
 from .residency import MegatronMovers, Residency, Stage
+from .reward_models import load_reward_models
 from .step import frozen
 from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
 from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
+from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
 from .step.prompts import PromptSource, StreamingPromptSource
-from .step.reward import Rewarder
+from .step.resample import Sampler
+from .step.reward import Rewarder, refuse_unknown_rewards
 from .step.rollout import Phase, RolloutStage, ScoredRollouts, generation_seed
+from .step.routing import RouteBook
 from .sync import WeightSync
+from .teacher import build_teacher
 from .types import Sums
 
 logger = get_logger()
@@ -54,14 +59,19 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
     def __init__(self, args: Any, template: Any):
-        self.rewarder = Rewarder(args)  # a reward function that does not exist is found before a model is built
+        refuse_unknown_rewards(args)  # before a model is built
         super().__init__(args, template)
-        self.rewarder.trainer_state = self.state
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
-        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature)
+        self.rewarder = Rewarder(args, self.state, load_reward_models(args, self.device))
+        routes = RouteBook() if self.enable_routing_replay else None
+        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature, routes)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
-        self.learner = Learner(args, self.policy, self.reference, self.topology, self.device, self.rewarder.names, self.rewarder.weights)
+        self.teacher = build_teacher(self, self.topology, self.policy, self.device)
+        self.learner = Learner(args, self.policy, self.reference, self.teacher, self.topology, self.device, self.rewarder.names,
+                               self.rewarder.weights)
+        for name in self.learner.config.without_effect():
+            logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
         self.residency = Residency(MegatronMovers(self), sleep_level=args.sleep_level, offload_model=args.offload_model,
@@ -72,6 +82,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
             self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
@@ -114,16 +125,16 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.residency.to(Stage.TRAINING)
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self._verify_engine(scored, steps)
-        self.learner.add_logprobs(steps)
+        self.learner.add_logprobs(steps, scored)
         self.window.add_values(self.learner.add_advantages(steps, scored))
-        self.window.add_values(completion_metrics(scored.rollouts))
+        self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
         return Generation(index=index, scored=scored, steps=steps)
 
     def _sample(self, index: int) -> ScoredRollouts:
         args = self.args
-        scored = self.rollouts.complete(self.ahead.take(index))
+        scored = self.sampler.complete(self.rollouts.complete(self.ahead.take(index)), index, self.engine.version)
         self.ahead.begin_next(index, num_steps_left=args.train_iters - self.state.iteration)
         self.window.add_values(self.rollouts.metrics(scored, self.progress.policy_version))
         if args.save_rollouts is not None and self.topology.is_logging_rank:
@@ -132,14 +143,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _begin(self, index: int) -> Phase:
         """The phase of one generation, sampled by the weights of now."""
-        prompts = self.prompts.take(index)
+        prompts = self.sampler.prompts(self.prompts, index)
         self.sync_weights()
         return self.rollouts.begin(prompts, num_generations=self.args.num_generations, seed=generation_seed(self.args.seed, index),
                                    version=self.engine.version)
 
     def _replay(self, index: int) -> ScoredRollouts:
         path = frozen.generation_path(self.args.replay_rollouts, index)
-        scored, head = frozen.read_generation(path, self.rewarder.names)
+        scored, _ = frozen.read_generation(path, self.rewarder.names)
         expected = self.args.generation_batch_size
         if len(scored.rollouts) != expected:
             raise UserError(f'{path} holds {len(scored.rollouts)} rollouts, but this run has generation_batch_size {expected}.')
@@ -155,7 +166,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
+        elif self.gate.norm_of_refused is not None:
+            sums, grad_norm = Sums(), self.gate.norm_of_refused
+            self._skip(grad_norm)
         self._advance()
+        if self.reference is not None:
+            self.reference.after_update(self.progress.iteration)
         return sums, grad_norm, updated
 
     def sync_weights(self) -> None:
@@ -173,6 +189,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return
         if all(rollout.policy_version == self.progress.policy_version for rollout in scored.rollouts):
             self.sync.compare(steps, [logprobs for logprobs, _ in collect_logprobs(self.policy, steps, self.device)])
+
+    def _skip(self, grad_norm: float) -> None:
+        rollouts = self.generation.scored.rollouts
+        text = report(self.learner.trace, rollouts, norm=grad_norm, step=self.state.iteration + 1, policy=self.args.nonfinite_update,
+                      topology=self.topology)
+        logger.warning(text)
+        self.progress.skipped_updates += 1
 
     # -- rhythm ----------------------------------------------------------------------------------------------------------------------------
 
@@ -217,10 +240,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         super().prepare_model()
         mark_tensor_parallel(self.unwrapped_models)
+        leave_it_to_the_gate(self.wrapped_models)
 
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
+        self.gate = FiniteGate(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
                 optimizer,
@@ -248,6 +273,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def on_log(self, logs: dict[str, Any], prefix: str = '') -> None:
         if not prefix:
             logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
+            logs['skipped_updates'] = self.progress.skipped_updates
             logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
         super().on_log(logs, prefix)
 
@@ -287,12 +313,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
         if self.progress.updates_in_generation == 0:
             return None
-        scored, old, ref = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
+        if self.policy.routes is not None:
+            logger.warning('router_replay_mode R2: a checkpoint holds no expert choices; the rest of this generation is trained without replay.')
+        scored, logprobs = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
-        for step, old_K, ref_K in zip(steps, old, ref):
-            step.table.old_logprobs_K = None if old_K is None else old_K.to(self.device)
-            step.table.ref_logprobs_K = None if ref_K is None else ref_K.to(self.device)
+        for step, values in zip(steps, logprobs, strict=True):
+            step.table.set_logprobs({name: step.own_tokens(value.to(self.device)) for name, value in values.items()})
         self.learner.add_advantages(steps, scored)
         return Generation(index=self.progress.generation, scored=scored, steps=steps)
 
@@ -309,7 +336,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.completions.write([{
             'gen_step': self.state.iteration,
             'generation': index,
-            'prompt': [message for message in scored.samples_P[rollout.prompt_index].messages],
+            'prompt': scored.samples_P[rollout.prompt_index].messages,
             'completion': rollout.messages[-1]['content'],
             **dict(zip(self.rewarder.names, rewards)),
             'advantages': advantage,

@@ -58,7 +58,7 @@ class Rollout:
 class TokenTable:
     """What the loss needs to know of the K completion tokens of one optimizer step, flat and canonical.
 
-    The same length on every rank. Vectors that a forward pass fills (old_logprobs_K, ref_logprobs_K) hold this data-parallel rank's own
+    The same length on every rank. Vectors that a forward pass fills (old_logprobs_K, ref_logprobs_K, teacher_logprobs_K) hold this data-parallel rank's own
     tokens and zeros elsewhere; a sum over the data-parallel group makes them whole.
 
     Example: two rollouts of 3 and 1 tokens: sequence_of_token_K = [0, 0, 0, 1], lengths_S = [3, 1].
@@ -73,6 +73,7 @@ class TokenTable:
     rollout_logprobs_K: torch.Tensor | None = None  # float32
     old_logprobs_K: torch.Tensor | None = None  # float32; None: the training forward's own, detached
     ref_logprobs_K: torch.Tensor | None = None  # float32
+    teacher_logprobs_K: torch.Tensor | None = None  # float32
     keep_K: torch.Tensor | None = None  # bool; False: no policy loss for this token (entropy quantile)
     coefficient_K: torch.Tensor | None = None  # float32; gradient of a loss that couples sequences (REAL), see step/coupled.py
     coupled_loss: torch.Tensor | None = None  # 0-dim float32; value of such a loss over the whole step
@@ -80,6 +81,15 @@ class TokenTable:
     @property
     def num_tokens(self) -> int:
         return int(self.sequence_of_token_K.numel())
+
+    def logprobs(self) -> dict[str, torch.Tensor]:
+        """What forward passes filled in, by name: 'old', 'ref', 'teacher'."""
+        values = {'old': self.old_logprobs_K, 'ref': self.ref_logprobs_K, 'teacher': self.teacher_logprobs_K}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def set_logprobs(self, values: dict[str, torch.Tensor]) -> None:
+        """The reverse of `logprobs`."""
+        self.old_logprobs_K, self.ref_logprobs_K, self.teacher_logprobs_K = values.get('old'), values.get('ref'), values.get('teacher')
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +109,8 @@ class MicroBatch:
     logit_positions_C: torch.Tensor  # int64
     token_index_C: torch.Tensor  # int64
     sequence_ids_C: torch.Tensor  # int64, 0 .. S-1, row of the micro-batch
-    routed_experts: Any = None
+    # Router replay: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]
+    routes: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

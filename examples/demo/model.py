@@ -53,7 +53,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> Encoded:
     prompts = tokenizer([prompt_text(p) for p in problems], add_special_tokens=False, padding=True, return_tensors='pt')
-    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems], add_special_tokens=False)['input_ids']]
+    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems], add_special_tokens=False)['input_ids']]
     answer = torch.full((len(problems), MAX_NEW_TOKENS), tokenizer.pad_token_id)
     mask = torch.zeros_like(answer)
     for row, ids in enumerate(answers):

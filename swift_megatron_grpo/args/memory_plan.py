@@ -51,8 +51,11 @@ def estimate_for(t: Translation, batch: BatchPlan, config: Mapping[str, Any]) ->
     result = memory.estimate(model, settings)
     result['tokens_per_micro_batch'] = tokens
     result['formula'].append(f'tokens of a micro-batch = {source}')
+    result['smallest_layout'] = memory.smallest_layout(
+        config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank
+    )
     if not result['fits']:
-        _does_not_fit(t, result, config, settings)
+        _does_not_fit(t, result, settings)
     return result
 
 
@@ -92,10 +95,8 @@ def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
     return 4
 
 
-def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, Any], settings: memory.Settings) -> None:
-    best = memory.smallest_layout(
-        config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank
-    )
+def _does_not_fit(t: Translation, result: dict[str, Any], settings: memory.Settings) -> None:
+    best = result['smallest_layout']
     need = f'{result["total_bytes"] / 1e9:.0f} GB of {result["device_bytes"] / 1e9:.0f} GB'
     ways = []
     if settings.vllm_share and not settings.engine_sleeps and result['train_bytes'] - result['vllm'] <= result['device_bytes']:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import RunError
+import itertools
 
 
 class EngineLost(RunError):
@@ -54,7 +55,7 @@ def split(num_requests: int, num_servers: int, unit: int) -> list[range]:
     units = -(-num_requests // unit)
     parts = min(units, 1 if num_servers == 1 else 2 * num_servers)
     bounds = [min(i * units // parts * unit, num_requests) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
+    return [range(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
 
 class ServerPool:

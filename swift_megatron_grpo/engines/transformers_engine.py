@@ -166,7 +166,7 @@ class _StateLoader:
             target.copy_(tensor)
             self.loaded.add(name)
             return
-        prefix, _, rest = name.partition('.experts.')
+        _prefix, _, rest = name.partition('.experts.')
         number, _, leaf = rest.partition('.')
         if number.isdigit():
             leaf = leaf.removesuffix('.weight')

@@ -45,6 +45,20 @@ class StepBatch:
     def num_sequences(self) -> int:
         return int(self.table.lengths_S.numel())
 
+    def share_routes(self) -> None:
+        """Gives the expert choices that a forward-only pass recorded to the training micro-batches, which hold the same rows."""
+        for training, forward_only in zip(self.micro_batches, self.forward_only_micro_batches, strict=True):
+            assert torch.equal(training.token_index_C, forward_only.token_index_C)
+            training.routes = forward_only.routes
+
+    def own_tokens(self, whole_K: torch.Tensor) -> torch.Tensor:
+        """A vector over the whole step, zeros in place of the tokens of other data-parallel indices."""
+        own_K = torch.zeros_like(whole_K)
+        for micro_batch in self.micro_batches:
+            index_C = micro_batch.token_index_C.to(whole_K.device)
+            own_K[index_C] = whole_K[index_C]
+        return own_K
+
 
 class BatchBuilder:
     """Builds the optimizer steps of a generation.

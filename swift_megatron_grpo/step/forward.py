@@ -5,6 +5,7 @@ the same temperature division. That is why the first ratio of a generation is ex
 """
 from __future__ import annotations
 
+import contextlib
 import torch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from ..parallel import Topology, sum_over_context_parallel
 from ..types import MicroBatch
 from .logprobs import chunked_logprobs
+from .routing import RouteBook
 
 # (micro-batch, logprobs_C, entropies_C) -> scalar to differentiate (forward-only passes return zero)
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,13 +86,15 @@ class PolicyForward:
         models: model chunks of this pipeline stage, wrapped or not.
         topology: this rank's place.
         temperature: sampling temperature; logits are divided by it.
+        routes: records and replays expert choices; None: every forward routes freely.
     """
 
-    def __init__(self, trainer: Any, models: list[Any], topology: Topology, temperature: float):
+    def __init__(self, trainer: Any, models: list[Any], topology: Topology, temperature: float, routes: RouteBook | None = None):
         self.trainer = trainer
         self.models = models
         self.topology = topology
         self.temperature = temperature
+        self.routes = routes
         self.counters = Counters()
         self.heads: dict[int, OutputHead] = {}
         for model in models:
@@ -127,7 +131,8 @@ class PolicyForward:
                 batch.pop(key, None)
             self.counters.forwards += 1
             self.counters.positions += micro_batch.num_positions
-            hidden = model(**batch)
+            with self.routes.around_forward(micro_batch, gpt_model) if self.routes is not None else contextlib.nullcontext():
+                hidden = model(**batch)
             packed = batch.get('packed_seq_params')
             head = self.heads.get(id(gpt_model))
             cu_seqlens = packed.cu_seqlens_q if packed is not None else None
@@ -144,6 +149,8 @@ class PolicyForward:
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
         )
+        if self.routes is not None:
+            self.routes.finish([language_model(model) for model in self.models])
 
     def _logprobs(self, micro_batch: MicroBatch, cu_seqlens: torch.Tensor | None, head: OutputHead,
                   hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

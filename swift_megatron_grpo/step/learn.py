@@ -1,22 +1,25 @@
 """Everything between scored rollouts and an optimizer step: log-probabilities, advantages, weights, loss (import tier 2)."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import torch
 import torch.distributed as dist
 from collections.abc import Sequence
 from typing import Any
 
-from ..metrics import merge, reduce_once
+from ..metrics import merge, reduce_once, to_logs
 from ..parallel import Topology
 from ..reference import Reference
+from ..teacher import LocalTeacher, ServerTeacher
 from ..types import LossInputs, MicroBatch, Sums, TokenTable
-from .advantage import group_advantages, reward_metrics, sequence_kl
+from .advantage import group_advantages, reward_metrics, sequence_kl, teacher_kl, token_advantages
 from .batch import StepBatch
 from .coupled import Coupled, couple, needs_step_pass
 from .forward import PolicyForward, collect_logprobs
 from .loss import policy_loss
 from .loss_config import LossConfig
+from .nonfinite import Trace, poison
 from .rollout import ScoredRollouts
 from .weights import token_weights
 
@@ -24,7 +27,7 @@ from .weights import token_weights
 def loss_config(args: Any) -> LossConfig:
     """The loss switches out of the run's arguments; they carry the same names."""
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(LossConfig) if f.name != 'has_teacher'}
-    values['has_teacher'] = args.teacher_model is not None or args.teacher_model_server is not None
+    values['has_teacher'] = args.teacher_model is not None or args.teacher_model_server is not None or args._teacher_use_disable_adapter
     return LossConfig(**values)
 
 
@@ -35,22 +38,26 @@ class Learner:
         args: the run's arguments.
         forward: the policy's forward.
         reference: None at beta 0.
+        teacher: None without distillation.
         topology: this rank's place.
         device: the rank's device.
         reward_names, reward_weights: of the F columns.
     """
 
-    def __init__(self, args: Any, forward: PolicyForward, reference: Reference | None, topology: Topology, device: torch.device,
-                 reward_names: Sequence[str], reward_weights: torch.Tensor):
+    def __init__(self, args: Any, forward: PolicyForward, reference: Reference | None,
+                 teacher: LocalTeacher | ServerTeacher | None, topology: Topology, device: torch.device, reward_names: Sequence[str],
+                 reward_weights: torch.Tensor):
         self.args = args
         self.config = loss_config(args)
         self.forward = forward
         self.reference = reference
+        self.teacher = teacher
         self.topology = topology
         self.device = device
         self.reward_names = list(reward_names)
         self.reward_weights = reward_weights
         self.last_advantages_N = torch.zeros(0)
+        self.trace: Trace | None = None  # of the last optimizer step
 
     # -- once a generation -----------------------------------------------------------------------------------------------------------------
 
@@ -60,19 +67,28 @@ class Learner:
         args = self.args
         return args.steps_per_generation * args.num_iterations > 1 or (args.kl_in_reward and args.beta != 0.0) or self.config.has_teacher
 
-    def add_logprobs(self, steps: Sequence[StepBatch]) -> None:
-        """old_logprobs_K and ref_logprobs_K where they are needed. All ranks, collective: one forward-only run of the schedule for each."""
+    def add_logprobs(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> None:
+        """old_logprobs_K, ref_logprobs_K and teacher_logprobs_K where they are needed. All ranks, collective: one forward-only run of the
+        schedule for each."""
         if self.needs_old_pass:
-            for step, (logprobs_K, _) in zip(steps, collect_logprobs(self.forward, steps, self.device)):
+            with self.forward.routes.record() if self.forward.routes is not None else contextlib.nullcontext():
+                old = collect_logprobs(self.forward, steps, self.device)
+            if self.forward.routes is not None:
+                for step in steps:
+                    step.share_routes()
+            for step, (logprobs_K, _) in zip(steps, old):
                 step.table.old_logprobs_K = logprobs_K
         if self.reference is not None:
             for step, logprobs_K in zip(steps, self.reference.logprobs(steps)):
                 step.table.ref_logprobs_K = logprobs_K
+        if self.teacher is not None:
+            for step, logprobs_K in zip(steps, self.teacher.logprobs(steps, scored)):
+                step.table.teacher_logprobs_K = logprobs_K
 
     def add_advantages(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> dict[str, float]:
         """advantages_K and weights_K of every step; returns the reward metrics under ms-swift's names.
 
-        All ranks; a collective over the data-parallel group only with kl_in_reward. Groups are those of the prompt, by id.
+        All ranks; collectives over the data-parallel group only with kl_in_reward and with a teacher. Groups are those of the prompt, by id.
         """
         args = self.args
         kl_N = self._kl_of_rollouts(steps, len(scored.rollouts)) if args.kl_in_reward and args.beta != 0.0 else None
@@ -86,9 +102,11 @@ class Learner:
             kl_in_reward=args.kl_in_reward,
             beta=args.beta,
             kl_N=kl_N)
+        distance = Sums()
         for step in steps:
             table = step.table
-            table.advantages_K = advantages_N.to(self.device, torch.float32)[table.rollout_indices_S][table.sequence_of_token_K]
+            advantages_S = advantages_N.to(self.device, torch.float32)[table.rollout_indices_S]
+            table.advantages_K = self._token_advantages(advantages_S, table, distance)
             table.weights_K = token_weights(
                 self.config.loss_type,
                 lengths_S=table.lengths_S,
@@ -96,13 +114,34 @@ class Learner:
                 overlong_filter=args.overlong_filter,
                 max_completion_length=args.max_completion_length)
         self.last_advantages_N = advantages_N
-        return reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, args.scale_rewards)
+        metrics = reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, args.scale_rewards)
+        if kl_N is not None:
+            metrics['kl'] = float(kl_N.mean())
+        metrics.update(to_logs(distance))
+        return metrics
 
     def reward_metrics(self, scored: ScoredRollouts) -> dict[str, float]:
         """Reward metrics of rollouts that are not trained on (evaluation). Pure."""
         groups_N = torch.tensor([rollout.prompt_index for rollout in scored.rollouts])
         rewards_N = (scored.rewards_NF * self.reward_weights).nansum(dim=1)
         return reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, self.args.scale_rewards)
+
+    def _token_advantages(self, advantages_S: torch.Tensor, table: TokenTable, kl: Sums) -> torch.Tensor:
+        """advantages_K of one step, whole on every rank; adds the step's distance from the teacher to `kl`."""
+        if self.teacher is None:
+            return token_advantages(advantages_S, table.sequence_of_token_K)
+        teacher_K, old_K = self._whole(table.teacher_logprobs_K), self._whole(table.old_logprobs_K)
+        kl.add('teacher_kl', *teacher_kl(teacher_K, old_K))
+        return token_advantages(advantages_S, table.sequence_of_token_K, teacher_logprobs_K=teacher_K, old_logprobs_K=old_K,
+                                teacher_kl_coef=self.args.teacher_kl_coef)
+
+    def _whole(self, values_K: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel group of vectors that hold own tokens only. All ranks of the group, collective."""
+        if self.topology.dp_size == 1:
+            return values_K
+        whole_K = values_K.clone()
+        dist.all_reduce(whole_K, group=self.topology.dp_group)
+        return whole_K
 
     def _kl_of_rollouts(self, steps: Sequence[StepBatch], num_rollouts: int) -> torch.Tensor:
         """Sum over the completion of old - reference log-probability, by rollout, [N]."""
@@ -130,13 +169,16 @@ class Learner:
         """
         coupled = self._couple(step, update, needs_step_pass(self.config, on_policy))
         parts: list[Sums] = []
+        self.trace = Trace(step.table)
 
         def consume(micro_batch: MicroBatch, logprobs_C: torch.Tensor, entropies_C: torch.Tensor) -> torch.Tensor:
-            loss, sums = policy_loss(self.config, self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C))
+            inputs = self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C)
+            self.trace.add(micro_batch, inputs)
+            loss, sums = policy_loss(self.config, inputs)
             one = loss.new_ones(()) if not parts and self.topology.dp_rank == 0 else loss.new_zeros(())
             sums.add('loss', loss.detach(), one)  # losses add up over micro-batches and ranks; one count in the whole step
             parts.append(sums)
-            return loss
+            return poison(loss)
 
         self.forward.run(step.micro_batches, consume, forward_only=False)
         if not self.topology.is_last_stage:

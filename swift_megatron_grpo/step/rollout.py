@@ -38,6 +38,7 @@ class ScoredRollouts:
     rewards_NF: torch.Tensor
     samples_P: list[GRPOSample]
     seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of how it came about, to be logged
 
     def sample(self, rollout: Rollout) -> GRPOSample:
         """The sample that `encode_sample` takes; shares the prompt's row, copies nothing of it."""

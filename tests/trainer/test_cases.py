@@ -1,0 +1,149 @@
+"""Small configurations that users of other trainers paid for; each names what must hold."""
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swift_megatron_grpo.errors import UserError
+from tests.step.training import Outcome, arguments, train, write_rollouts
+
+SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_distributed_optimizer': 'false'}
+INDEX_PLUGIN = '''
+from swift.rewards import ORM, orms
+
+
+class PromptIndex(ORM):
+    """The reward is the index of the prompt: within a group all rewards are equal."""
+
+    def __call__(self, completions, solution, **kwargs):
+        return [float(value) for value in solution]
+
+
+orms['prompt_index'] = PromptIndex
+'''
+
+
+@pytest.fixture(scope='module')
+def run(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    work = tmp_path_factory.mktemp('cases')
+
+    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, function: Any = train, **changes: Any) -> tuple[Any, Path]:
+        folder = work / name
+        folder.mkdir()
+        argv = arguments(folder, tiny_model('qwen3'), rollouts, **{'output_dir': folder / 'out', **changes})
+        return ranks.run(function, argv, world_size=world_size, deadline=400.)[-1], folder / 'out'
+
+    return run_it
+
+
+def _rewrite(path: Path, change: Any) -> None:
+    """Applies `change` to every rollout of a frozen generation."""
+    head, *lines = path.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        change(row)
+    path.write_text('\n'.join([head, *map(json.dumps, rows)]) + '\n')
+
+
+def test_groups_never_mix_prompts_with_pipeline_and_data_parallel_ranks(run: Any, tmp_path: Path) -> None:
+    plugin = tmp_path / 'prompt_index_reward.py'
+    plugin.write_text(INDEX_PLUGIN)
+    outcome, folder = run('groups', 4, pipeline_model_parallel_size=2, global_batch_size=16, num_generations=8, micro_batch_size=1, train_iters=1,
+                          external_plugins=plugin, reward_funcs='prompt_index', max_completion_length=2, log_completions='true')
+    rows = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
+    assert len(rows) == 16 and len({row['PromptIndex'] for row in rows}) == 2
+    assert [row['advantages'] for row in rows] == [0.0] * 16
+    assert outcome.column('reward_std') == [0.0] and outcome.column('grad_norm') == [0.0]
+
+
+def watch_steps(argv: list[str]) -> tuple[Outcome | None, list[list[int]]]:
+    """The outcome, and the rollouts of each update in the order of the updates."""
+    from swift_megatron_grpo.step.learn import Learner
+    order: list[list[int]] = []
+    original = Learner.gradients
+
+    def gradients(self: Any, step: Any, **kwargs: Any) -> Any:
+        order.append(step.table.rollout_indices_S.tolist())
+        return original(self, step, **kwargs)
+
+    Learner.gradients = gradients  # type: ignore[method-assign]
+    try:
+        return train(argv), order
+    finally:
+        Learner.gradients = original  # type: ignore[method-assign]
+
+
+def test_four_updates_a_generation_come_in_order_and_an_evaluation_between_them_changes_nothing(run: Any, tmp_path: Path) -> None:
+    validation = tmp_path / 'validation.jsonl'
+    validation.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': f'what is {i} + 2?'}], 'solution': str(i + 2)}) + '\n'
+                                  for i in range(3)))
+    common = {'global_batch_size': 4, 'generation_batch_size': 16, 'train_iters': 4, 'max_completion_length': 4, 'lora_dropout': 0.0}
+    (plain, order), _ = run('plain', function=watch_steps, **common)
+    (evaluated, same_order), _ = run('evaluated', function=watch_steps, **common, val_dataset=validation, eval_steps=2, eval_strategy='steps',
+                                     split_dataset_ratio=0.0)
+    assert order == same_order == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    training = [row for row in evaluated.logs if 'loss' in row]
+    evaluations = [row for row in evaluated.logs if 'eval_reward' in row]
+    assert len(evaluations) == 2 and len(training) == 4
+    for name in ('loss', 'grad_norm', 'learning_rate', 'reward'):
+        assert [row.get(name) for row in training] == [row.get(name) for row in plain.logs], name
+    assert all(torch.equal(evaluated.weights[name], weight) for name, weight in plain.weights.items())
+
+
+def test_a_log_window_holds_its_own_rewards_only_and_each_rollout_once(run: Any, tmp_path: Path) -> None:
+    rollouts = write_rollouts(tmp_path / 'rollouts', generations=8, prompts=1, num_generations=4)
+    for generation in range(8):
+        _rewrite(rollouts / f'generation-{generation:06d}.jsonl', lambda row: row.update(rewards=[float(generation >= 4)]))
+    outcome, folder = run('window', rollouts=rollouts, global_batch_size=4, train_iters=8, logging_steps=4, log_completions='true',
+                          logging_first_step='false')
+    assert outcome.column('reward') == [0.0, 1.0] and outcome.column('rewards/Digits/mean') == [0.0, 1.0]
+    rows = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
+    assert len(rows) == 32 and sum(row['Digits'] for row in rows) == 16
+
+
+def test_too_few_prompts_are_refused_and_five_prompts_for_two_epochs_are_two_steps(run: Any, tmp_path: Path) -> None:
+    data = tmp_path / 'few.jsonl'
+
+    def prompts(count: int) -> Path:
+        data.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': f'what is {i} + 1?'}], 'solution': '1'}) + '\n' for i in range(count)))
+        return data
+
+    common = {'global_batch_size': 8, 'num_generations': 2, 'max_completion_length': 2, 'train_iters': None, 'num_train_epochs': 2,
+              'lr_scheduler_type': 'linear', 'lr': 1e-3}
+    with pytest.raises(UserError, match='The data set has 3 prompts, but one generation needs 4'):
+        run('three', dataset=prompts(3), **common)
+    outcome, _ = run('five', dataset=prompts(5), **common)
+    assert len(outcome.logs) == 2
+    assert outcome.column('learning_rate') == pytest.approx([5e-4, 0.0]), 'the rate after each step; the last one ends the schedule'
+    assert outcome.column('epoch') == [1.0, 2.0]
+
+
+def test_a_checkpoint_without_optimizer_state_is_not_gone_on_from(run: Any, tmp_path: Path) -> None:
+    rollouts = write_rollouts(tmp_path / 'rollouts', generations=2, prompts=2, num_generations=4)
+    _, folder = run('weights-only', rollouts=rollouts, train_iters=1, save_strategy='steps', save_steps=1, no_save_optim='true')
+    with pytest.raises(UserError, match='without optimizer state'):
+        run('refused', rollouts=rollouts, resume_from_checkpoint=folder / 'checkpoint-1')
+
+
+FILTERED = {
+    'a group is truncated in whole': lambda row: row.update(finish_reason='length' if row['prompt_index'] == 0 else 'stop'),
+    'everything is truncated': lambda row: row.update(finish_reason='length'),
+    'the long ones are truncated': lambda row: row.update(finish_reason='length' if row['index'] in (6, 7) else 'stop'),
+}
+
+
+@pytest.mark.parametrize('case', FILTERED)
+def test_filtered_and_empty_completions_train_alike_on_one_rank_and_on_two(run: Any, tmp_path: Path, case: str) -> None:
+    rollouts = write_rollouts(tmp_path / 'rollouts', generations=1, prompts=2, num_generations=4)
+    _rewrite(rollouts / 'generation-000000.jsonl', FILTERED[case])
+    common = {'rollouts': rollouts, 'train_iters': 1, 'overlong_filter': 'true', 'loss_type': 'bnpo', **SGD}
+    one, _ = run(f'{case}-1'.replace(' ', '-'), **common)
+    two, _ = run(f'{case}-2'.replace(' ', '-'), 2, micro_batch_size=2, **common)
+    assert two.column('skipped_updates') == [0]
+    for name in ('loss', 'grad_norm'):
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-5, abs=1e-6) and one.column(name)[0] == one.column(name)[0]
+    assert (one.column('grad_norm')[0] > 0.0) == (case != 'everything is truncated')
+    for name, weight in one.weights.items():
+        assert torch.allclose(two.weights[name], weight, rtol=1e-5, atol=1e-6), name
