@@ -133,7 +133,7 @@ class VllmServerEngine(RolloutEngine):
                     failure = error
 
         if self.talks:
-            attempt(lambda: self._each('invalidate', lambda server: server.invalidate()))
+            attempt(lambda: self._each('Weight sync', lambda server: server.invalidate()))
         for bucket in buckets:
             count += len(bucket)
             if not self.talks:
