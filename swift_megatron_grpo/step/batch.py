@@ -118,12 +118,14 @@ class BatchBuilder:
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
 
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
-        """One rollout through ms-swift's `encode_sample`, without its length limit (the answer was already limited when sampled)."""
-        limit, self.template.max_length = self.template.max_length, None
-        try:
-            encoded = encode_sample(sample, self.template)
-        finally:
-            self.template.max_length = limit
+        """One rollout through ms-swift's `encode_sample`. The prompt is what the engine saw: with truncation_strategy left its last max_length
+        tokens. The answer was limited when it was sampled."""
+        encoded = self._encode_within(None, sample)
+        limit = self.template.max_length
+        if limit is not None and self.template.truncation_strategy == 'left' and len(rollout.response_token_ids) == 1:
+            num_prompt_tokens = next((i for i, label in enumerate(encoded['labels']) if label != -100), 0)
+            if num_prompt_tokens > limit:
+                encoded = self._encode_within(limit + len(encoded['input_ids']) - num_prompt_tokens, sample)
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])
@@ -131,6 +133,13 @@ class BatchBuilder:
         positions = [i for i, label in enumerate(encoded['labels']) if label != -100 and i > 0]
         self._check_rollout_logprobs(rollout, len(positions))
         return EncodedRollout(rollout_index=rollout.index, inputs=encoded, token_positions=positions)
+
+    def _encode_within(self, limit: int | None, sample: GRPOSample) -> dict[str, Any]:
+        configured, self.template.max_length = self.template.max_length, limit
+        try:
+            return encode_sample(sample, self.template)
+        finally:
+            self.template.max_length = configured
 
     @staticmethod
     def _check_rollout_logprobs(rollout: Rollout, num_tokens: int) -> None:
