@@ -26,10 +26,19 @@ RUNS: dict[str, list[str]] = {
 RATE = 0.05
 
 
+def _fill_the_empty_completion(path: Path) -> None:
+    """Ms-swift's trainer stops with a size mismatch where a completion has no token."""
+    head, *lines = path.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[1].update(response_token_ids=[[17]], rollout_logprobs=[[-5.25]])
+    path.write_text('\n'.join([head, *map(json.dumps, rows)]) + '\n')
+
+
 @pytest.fixture(scope='module')
 def theirs(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp('theirs')
     rollouts = write_rollouts(work / 'rollouts', generations=1, prompts=2, num_generations=4)
+    _fill_the_empty_completion(rollouts / 'generation-000000.jsonl')
     arguments(work, tiny_model('qwen3'))  # writes the prompts and the plug-in
     argv = {
         'rlhf_type': 'grpo', 'model': tiny_model('qwen3'), 'model_type': 'qwen3', 'template': 'chatml', 'dataset': work / 'prompts.jsonl',

@@ -96,9 +96,9 @@ def test_a_log_window_holds_its_own_rewards_only_and_each_rollout_once(run: Any,
     rollouts = write_rollouts(tmp_path / 'rollouts', generations=8, prompts=1, num_generations=4)
     for generation in range(8):
         _rewrite(rollouts / f'generation-{generation:06d}.jsonl', lambda row: row.update(rewards=[float(generation >= 4)]))
-    outcome, folder = run('window', rollouts=rollouts, global_batch_size=4, train_iters=8, logging_steps=4, log_completions='true',
-                          logging_first_step='false')
-    assert outcome.column('reward') == [0.0, 1.0] and outcome.column('rewards/Digits/mean') == [0.0, 1.0]
+    outcome, folder = run('window', rollouts=rollouts, global_batch_size=4, train_iters=8, logging_steps=4, log_completions='true')
+    # Logged after step 1, and after every fourth.
+    assert outcome.column('reward') == [0.0, 0.0, 1.0] and outcome.column('rewards/Digits/mean') == [0.0, 0.0, 1.0]
     rows = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
     assert len(rows) == 32 and sum(row['Digits'] for row in rows) == 16
 
