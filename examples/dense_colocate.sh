@@ -1,7 +1,7 @@
 #!/bin/bash
 # A dense model on one machine with 8 GPUs: Megatron TP 2, vLLM in the same processes, full parameters.
 #
-# What you should see: reward rises within the first 50 steps; about 60 GB a GPU while training (the engine sleeps then).
+# What you should see: reward rises within the first 50 steps; the plan estimates 41 GiB a GPU while training (the engine sleeps then).
 # expect: dp_size=4 micro_batch_size=2 global_batch_size=128 steps_per_generation=1 num_rollout_prompts=16 num_prompts_per_dp_group=4
 # expect: optimizer_steps=312 generations=312 tuner_type=full lr=1e-06
 #

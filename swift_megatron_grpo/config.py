@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swift.megatron.arguments import MegatronRLHFArguments
 from typing import Any, List, Literal, Optional, Union
 
-from . import cpu
+from . import cpu, engines
 from .errors import UserError
 
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
@@ -20,15 +20,6 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('vllm_mode', (None, 'colocate'), 'use --vllm_mode colocate'),
-    ('async_generate', (False, ), 'leave it out: generation and training take turns'),
-    ('multi_turn_scheduler', (None, ), 'single-turn rollouts only'),
-    ('use_gym_env', (None, False), 'use reward functions'),
-    ('gym_env', (None, ), 'use reward functions'),
-    ('sleep_level', (0, ), 'use --sleep_level 0 and a smaller --vllm_gpu_memory_utilization'),
-    ('offload_model', (False, ), 'leave it out'),
-    ('offload_optimizer', (False, ), 'leave it out'),
-    ('vllm_enable_lora', (False, ), 'leave it out: the adapter is merged while weights are sent'),
     ('router_replay_mode', ('disabled', 'R2'), 'use R2, or leave it out'),
     ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
     ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
@@ -101,6 +92,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             # No NCCL, no fused kernels; everything else is as on an accelerator.
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
+            if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
+                # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
+                self.fp16 = self.bf16 = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()
@@ -111,6 +105,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         super().__post_init__()
         if cpu.is_active():
             cpu.refuse_unsupported(self)
+        engines.check_arguments(self)
         # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
         self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
 

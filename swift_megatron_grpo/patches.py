@@ -30,3 +30,26 @@ def _rope_theta() -> None:
         return upstream(config, *args, **kwargs)
 
     rope.EXTENDED_ROPE_INIT_FUNCTIONS['default'] = compute
+
+
+@PATCHES.patch(Passport(
+    name='lora-options-of-peft-0.19',
+    target='mcore_bridge.tuners.lora:LoraParallelLinear.__init__',
+    breaks='lora_dropout, use_rslora, lora_bias and init_lora_weights have no effect',
+    reference='mcore_bridge/tuners/lora.py, LoraParallelLinear.__init__ (mcore-bridge 1.6.5): it reads them from keywords, which peft 0.19 and later '
+              'replace by one `config`',
+    versions='mcore-bridge>=1.6,<1.7, peft>=0.19',
+    remove_when='the constructor reads `config` as its update_layer does',
+))
+def _lora_options() -> None:
+    from mcore_bridge.tuners.lora import LoraParallelLinear
+    upstream = LoraParallelLinear.__init__
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get('config')
+        if config is not None:
+            for name in ('lora_dropout', 'use_rslora', 'lora_bias', 'init_lora_weights'):
+                kwargs.setdefault(name, getattr(config, name))
+        upstream(self, *args, **kwargs)
+
+    LoraParallelLinear.__init__ = initialize

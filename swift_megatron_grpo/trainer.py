@@ -7,6 +7,7 @@ optimizer, scheduler, logging and the save/evaluate rhythm are ms-swift's `BaseM
 """
 from __future__ import annotations
 
+import os
 import torch
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
@@ -18,24 +19,26 @@ from . import checkpoint
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
-from .engines import RolloutEngine, build_engine
-from .errors import UserError
+from .engines import EngineLost, RolloutEngine, build_engine
+from .errors import RunError, UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
-from .parallel import build_topology
+from .parallel import agree, build_topology
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
+from .residency import MegatronMovers, Residency, Stage
 from .reward_models import load_reward_models
 from .step import frozen
+from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
-from .step.forward import PolicyForward
+from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
 from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.resample import Sampler
-from .step.reward import Rewarder
-from .step.rollout import RolloutStage, ScoredRollouts, generation_seed
+from .step.reward import Rewarder, refuse_unknown_rewards
+from .step.rollout import Phase, RolloutStage, ScoredRollouts, generation_seed
 from .step.routing import RouteBook
 from .sync import WeightSync
 from .teacher import build_teacher
@@ -56,11 +59,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
     def __init__(self, args: Any, template: Any):
+        refuse_unknown_rewards(args)  # before a model is built
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
         self.rewarder = Rewarder(args, self.state, load_reward_models(args, self.device))
-        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature, RouteBook() if self.enable_routing_replay else None)
+        routes = RouteBook() if self.enable_routing_replay else None
+        self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature, routes)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.teacher = build_teacher(self, self.topology, self.policy, self.device)
         self.learner = Learner(args, self.policy, self.reference, self.teacher, self.topology, self.device, self.rewarder.names,
@@ -69,20 +74,31 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
+        self.residency = Residency(MegatronMovers(self), sleep_level=args.sleep_level, offload_model=args.offload_model,
+                                   offload_optimizer=args.offload_optimizer, offload_bridge=args.offload_bridge)
         if args.replay_rollouts is None:
+            self.residency.to(Stage.BUILDING)
             self.engine = build_engine(args, template, self.topology, self.device)
-            self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology)
+            self.residency.attach(self.engine)
+            self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
+            self.ahead = Ahead(args, self.rollouts, self._begin)
+            self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
-        self.synced_version = -1
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
+        try:
+            self._train(train_dataset, val_dataset)
+        except EngineLost as error:  # on every rank
+            raise self._saved(error) from error
+
+    def _train(self, train_dataset: Any, val_dataset: Any) -> None:
         args = self.args
         self.prompts = self._prompt_source(train_dataset)
         self.val_dataset = val_dataset
@@ -98,6 +114,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.generation = None
         self.finalize_training()
         if self.engine is not None:
+            self.ahead.drain()
             self.engine.close()  # before the process group goes
 
     def collect(self, index: int) -> Generation:
@@ -105,7 +122,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args = self.args
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
+        self.residency.to(Stage.TRAINING)
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+        self._verify_engine(scored, steps)
         self.learner.add_logprobs(steps, scored)
         self.window.add_values(self.learner.add_advantages(steps, scored))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
@@ -115,15 +134,23 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _sample(self, index: int) -> ScoredRollouts:
         args = self.args
-        self.sync_weights()
-        scored = self.sampler.collect(self.prompts, index, self.synced_version)
+        scored = self.sampler.complete(self.rollouts.complete(self.ahead.take(index)), index, self.engine.version)
+        self.ahead.begin_next(index, num_steps_left=args.train_iters - self.state.iteration)
+        self.window.add_values(self.rollouts.metrics(scored, self.progress.policy_version))
         if args.save_rollouts is not None and self.topology.is_logging_rank:
             frozen.write_generation(frozen.generation_path(args.save_rollouts, index), index, scored, self.rewarder.names, args.seed)
         return scored
 
+    def _begin(self, index: int) -> Phase:
+        """The phase of one generation, sampled by the weights of now."""
+        prompts = self.sampler.prompts(self.prompts, index)
+        self.sync_weights()
+        return self.rollouts.begin(prompts, num_generations=self.args.num_generations, seed=generation_seed(self.args.seed, index),
+                                   version=self.engine.version)
+
     def _replay(self, index: int) -> ScoredRollouts:
         path = frozen.generation_path(self.args.replay_rollouts, index)
-        scored, head = frozen.read_generation(path, self.rewarder.names)
+        scored, _ = frozen.read_generation(path, self.rewarder.names)
         expected = self.args.generation_batch_size
         if len(scored.rollouts) != expected:
             raise UserError(f'{path} holds {len(scored.rollouts)} rollouts, but this run has generation_batch_size {expected}.')
@@ -131,6 +158,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
+        self.residency.to(Stage.TRAINING)
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -149,11 +177,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def sync_weights(self) -> None:
         """The policy's weights to the engine, where they changed since the last time."""
         version = self.progress.policy_version
-        if version == self.synced_version or self.engine is None:
+        if self.engine is None or version == self.engine.version:
             return
+        self.ahead.drain()
         with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
-        self.synced_version = version
+
+    def _verify_engine(self, scored: ScoredRollouts, steps: list[StepBatch]) -> None:
+        """After a sync to an engine whose weights cannot be read. Rollouts of the weights of now, sampled from the model's own distribution."""
+        if self.engine is None or not self.sync.wants_comparison or not self.rollouts.sampling(0).is_plain:
+            return
+        if all(rollout.policy_version == self.progress.policy_version for rollout in scored.rollouts):
+            self.sync.compare(steps, [logprobs for logprobs, _ in collect_logprobs(self.policy, steps, self.device)])
 
     def _skip(self, grad_norm: float) -> None:
         rollouts = self.generation.scored.rollouts
@@ -190,10 +225,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             source = PromptSource(val_dataset, 1, shuffle=False, seed=args.seed)
             prompts = [prompt for index in range(batch * size, last) for prompt in source.take(index)]
             scored = self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
-                                       version=self.synced_version)
+                                       version=self.engine.version)
             self.eval_window.add_values(self.learner.reward_metrics(scored))
             self.eval_window.add_values(completion_metrics(scored.rollouts))
             self.call_event('on_eval_step')
+        self.residency.to(Stage.TRAINING)
         metrics = self.eval_window.flush()
         self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
         self.call_event('on_eval_end')
@@ -244,11 +280,25 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def save_checkpoint(self) -> None:
         if self.args.save_strategy == 'no':
             return
+        if self.engine is not None:
+            self.ahead.drain()
         self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
         checkpoint.save(self, self.progress)
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise NotImplementedError('the forward is step/forward.py')
+
+    def _saved(self, error: EngineLost) -> RunError:
+        """The error that ends the run, after a checkpoint. All ranks, collective."""
+        state = self.state
+        self.residency.to(Stage.TRAINING)
+        self.ahead.abandon()
+        self.finalize_training()
+        folder = os.path.join(self.args.output_dir, f'checkpoint-{state.iteration}')
+        if state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
+            self.save_checkpoint()
+        kept = f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
+        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 
@@ -286,7 +336,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.completions.write([{
             'gen_step': self.state.iteration,
             'generation': index,
-            'prompt': [message for message in scored.samples_P[rollout.prompt_index].messages],
+            'prompt': scored.samples_P[rollout.prompt_index].messages,
             'completion': rollout.messages[-1]['content'],
             **dict(zip(self.rewarder.names, rewards)),
             'advantages': advantage,

@@ -92,8 +92,9 @@ class _Worker:
                            PYTHONPATH=os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])]))
         with open(self.log, 'wb') as log:
             self.process = subprocess.Popen(
-                [sys.executable, '-u', '-m', 'tests.rank_pool', str(ask_out), str(tell_in), str(directory)], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, pass_fds=(ask_out, tell_in), cwd=REPOSITORY, env=environment, start_new_session=True)
+                [sys.executable, '-u', '-m', 'tests.rank_pool', str(ask_out), str(tell_in), str(directory)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                pass_fds=(ask_out, tell_in), cwd=REPOSITORY, env=environment, start_new_session=True)
         os.close(ask_out)
         os.close(tell_in)
         self.ask = connection.Connection(ask_in, readable=False)

@@ -28,6 +28,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     'qwen3_moe': ('Qwen3MoeConfig', 'Qwen3MoeForCausalLM', _EXPERTS, ()),
     'qwen2': ('Qwen2Config', 'Qwen2ForCausalLM', {'num_attention_heads': 2, 'num_key_value_heads': 2}, ('head_dim', )),
     'llama': ('LlamaConfig', 'LlamaForCausalLM', {}, ()),
+    # Multi-head latent attention: keys of 16 + 16 channels, values of 24; the first layer dense, then routed and shared experts. The two
+    # names of the routing stand in published configurations, where mcore-bridge looks for them; transformers itself does without.
+    'deepseek_v3': ('DeepseekV3Config', 'DeepseekV3ForCausalLM', {
+        'num_key_value_heads': 4, 'q_lora_rank': 24, 'kv_lora_rank': 32, 'qk_nope_head_dim': 16, 'qk_rope_head_dim': 16, 'v_head_dim': 24,
+        'n_routed_experts': 4, 'n_shared_experts': 1, 'num_experts_per_tok': 2, 'n_group': 1, 'topk_group': 1, 'moe_intermediate_size': 48,
+        'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5, 'scoring_func': 'sigmoid',
+        'topk_method': 'noaux_tc',
+    }, ('head_dim', )),
 }
 
 

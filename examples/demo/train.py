@@ -68,7 +68,7 @@ def arguments(job: Job) -> list[str]:
         'log_completions': 'true',
         'dataset_num_proc': 1,
         'dataloader_num_workers': 0,
-        'seed': job.seed,
+        'seed': 42 + job.seed,  # Megatron's random state wants a positive one
         'output_dir': job.output,
         'add_version': 'false',
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +52,11 @@ def read_config(path: str) -> dict[str, Any]:
             text = file.read()
     except OSError as error:
         raise UserError(f'The configuration file {path} cannot be read: {error.strerror}.') from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: str) -> dict[str, Any]:
+    """The mapping in a text that came from ``path``: JSON where the name says so, YAML (which JSON is part of) else. Raises UserError."""
     if path.lower().endswith('.json'):
         try:
             config = json.loads(text)
@@ -176,13 +180,21 @@ def world_size_of(environ: Mapping[str, str]) -> tuple[int, str]:
         return number('WORLD_SIZE'), 'WORLD_SIZE of torchrun'
     nodes = number('NNODES') if 'NNODES' in environ else 1
     if 'NPROC_PER_NODE' in environ:
-        if environ['NPROC_PER_NODE'] in ('gpu', 'auto', 'cpu'):
-            return nodes, f'NPROC_PER_NODE {environ["NPROC_PER_NODE"]} is only known on the machine; 1 is planned with'
+        if environ['NPROC_PER_NODE'] in ('gpu', 'auto'):
+            return count_devices(environ) * nodes, f'NPROC_PER_NODE {environ["NPROC_PER_NODE"]} of this machine'
         return number('NPROC_PER_NODE') * nodes, 'NPROC_PER_NODE x NNODES' if 'NNODES' in environ else 'NPROC_PER_NODE'
     if 'NNODES' in environ:
         return nodes, 'NNODES'
     return 1, ''
 
 
-def is_folder_or_file(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))
+def count_devices(environ: Mapping[str, str]) -> int:
+    """Accelerators that a process on this machine would see. Raises UserError where there are none."""
+    if environ.get('CUDA_VISIBLE_DEVICES'):
+        return len([entry for entry in environ['CUDA_VISIBLE_DEVICES'].split(',') if entry.strip()])
+    from .doctor import accelerators
+
+    found = len(accelerators())
+    if not found:
+        raise UserError(f'NPROC_PER_NODE is {environ["NPROC_PER_NODE"]!r}, and this machine has no accelerator to count; give a number.')
+    return found

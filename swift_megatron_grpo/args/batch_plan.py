@@ -96,7 +96,8 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     if errors:
         return BatchResult(plan=None, errors=errors, warnings=[])
 
-    swift_global = micro * world_size * accumulation
+    # with sequence_parallel_size the ranks of a sequence group share a micro-batch, in swift rlhf too
+    swift_global = micro * world_size * accumulation // ulysses
     global_batch = _global_batch(given, micro, dp, accumulation, swift_global, errors, warnings)
     in_micro_steps, beside = counts_micro_steps(given)
     effective_accumulation = max(1, global_batch // (micro * dp))

@@ -34,7 +34,7 @@ BELONGS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
     ('recompute_method recompute_num_layers', 'recompute_granularity', ('full',)),
     ('recompute_modules', 'recompute_granularity', ('selective',)),
     ('sgd_momentum', 'optimizer', ('sgd',)),
-    ('wandb_project wandb_exp_name wandb_log_unique_prompts', 'report_to', ('wandb',)),
+    ('wandb_project wandb_exp_name', 'report_to', ('wandb',)),
     ('swanlab_project swanlab_exp_name', 'report_to', ('swanlab',)),
     ('tensorboard_dir tensorboard_queue_size', 'report_to', ('tensorboard',)),
     ('resume_only_model', 'resume_from_checkpoint', None),

@@ -349,7 +349,19 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
             + (f' x virtual_pipeline_model_parallel_size {vpp}' if vpp > 1 else '')
             + f'. Give --decoder_last_pipeline_num_layers {layers - (pp - 1) * -(-layers // pp)}, or a size that divides {layers}.'
         )
+    groups = text.get('num_key_value_heads')
+    tp = t.effective('tensor_model_parallel_size')
+    if isinstance(groups, int) and groups > 0 and tp > 0 and groups % tp and tp % groups and not text.get('kv_lora_rank'):
+        t.errors.append(
+            f'--tensor_model_parallel_size {tp} is neither a multiple nor a divisor of the {groups} key/value heads of '
+            f'{t.effective("model")}, which Megatron-Core asks for.'
+        )
     experts = next((text[key] for key in ('num_experts', 'n_routed_experts', 'num_local_experts') if isinstance(text.get(key), int)), 0)
+    if experts and tp > 1 and not t.effective('sequence_parallel'):
+        t.errors.append(
+            f'--tensor_model_parallel_size {tp} with the experts of {t.effective("model")} needs --sequence_parallel true: Megatron-Core '
+            'refuses to train them without.'
+        )
     if ep > 1 and not experts:
         t.errors.append(f'--expert_model_parallel_size {ep} is given, and {t.effective("model")} has no experts. Leave it out.')
     elif ep > 0 and experts and experts % ep:

@@ -6,12 +6,16 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
 from ..errors import UserError
 from . import scripts
 from .doctor import report as doctor_report
+from .fields import all_fields
+from .names import unknown_message
+from .own import OWN_BY_NAME, OWN_FIELDS
 from .plan import Plan
 from .report import render_json, render_text
 from .resolver import resolve
@@ -32,10 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument('--json', action='store_true', help='print one JSON object a command')
     plan.add_argument('--world_size', '--world-size', type=int, help='number of processes, where the script does not say it')
     commands.add_parser('doctor', help='what is installed, what is missing, and how to get it')
+    explain = commands.add_parser('arguments', help="what one argument becomes, or the list of this package's own", allow_abbrev=False)
+    explain.add_argument('names', nargs='*', metavar='NAME', help='names with or without dashes')
     options, more = parser.parse_known_args(argv)
-    if more and options.command != 'plan':
+    if more and options.command == 'doctor':
         parser.error(f'unknown arguments: {" ".join(more)}')
     try:
+        if options.command == 'arguments':
+            return _explain([*options.names, *more])
         if options.command == 'doctor':
             text, healthy = doctor_report()
             print(text)
@@ -46,6 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 0
+
+
+def _explain(names: Sequence[str]) -> int:
+    """One paragraph a name; without names, the own arguments. Code 2 where a name does not exist."""
+    table = all_fields()
+    code = 0
+    for name in [word.lstrip('-').replace('-', '_') for word in names] or [own.name for own in OWN_FIELDS]:
+        if name not in table:
+            print(unknown_message(name))
+            code = 2
+            continue
+        field = table[name]
+        target = f' -> {field.target}' if field.target else ''
+        kind = ', '.join(field.choices) if field.choices else field.type
+        meaning = OWN_BY_NAME[name].help if name in OWN_BY_NAME else field.reason
+        print(f'--{name} ({kind}; default {field.default}): {field.action}{target}' + (f'. {meaning}' if meaning else ''))
+    return code
 
 
 def _plan(options: argparse.Namespace, more: list[str]) -> int:
@@ -82,7 +107,11 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
 
 def _read(name: str) -> tuple[scripts.Script, bool]:
     if name == '-':
-        return scripts.read_script(sys.stdin.read(), os.environ), False
+        text = sys.stdin.read()
+        script = scripts.read_script(text, os.environ)
+        if not script.found and re.search(r'^["\s{]*rlhf_type"?\s*:', text, flags=re.MULTILINE):
+            return scripts.read_yaml_text(text, 'standard input', os.environ), True
+        return script, False
     if name.lower().endswith(('.yaml', '.yml', '.json')):
         return scripts.read_yaml(name, os.environ), True
     try:

@@ -57,8 +57,6 @@ def resolve_layout(values: dict[str, Any], world_size: int) -> tuple[Layout | No
         return None, errors
     if vpp > 1 and pp == 1:
         errors.append(f'--virtual_pipeline_model_parallel_size {vpp} needs --pipeline_model_parallel_size 2 or more.')
-    if values.get('sequence_parallel') and tp == 1 and 'sequence_parallel' in values.get('_given', ()):
-        pass  # Megatron switches it off by itself with TP 1; said as a note by the translation
     dense = (('tp', tp), ('cp', cp), ('dp', dp), ('pp', pp))
     expert_dp = world_size // (etp * ep * pp)
     expert = (('etp', etp), ('ep', ep), ('expert_dp', expert_dp), ('pp', pp))

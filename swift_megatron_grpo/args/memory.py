@@ -197,6 +197,11 @@ def render(memory: Mapping[str, Any]) -> list[str]:
     if memory['rollout_bytes']:
         lines.append(f'  {"sampling":<12}{memory["rollout_bytes"] / GIB:>9.2f} GiB')
     lines.append(f'  {"fits" if memory["fits"] else "does NOT fit"} a device of {memory["device_bytes"] / 1e9:.0f} GB')
+    best = memory['smallest_layout']
+    if best is not None:
+        lines.append(
+            f'  fewest such devices that hold training alone: {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
+        )
     return lines + [f'  {text}' for text in memory['formula']]
 
 

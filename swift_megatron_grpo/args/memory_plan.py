@@ -51,8 +51,11 @@ def estimate_for(t: Translation, batch: BatchPlan, config: Mapping[str, Any]) ->
     result = memory.estimate(model, settings)
     result['tokens_per_micro_batch'] = tokens
     result['formula'].append(f'tokens of a micro-batch = {source}')
+    result['smallest_layout'] = memory.smallest_layout(
+        config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank
+    )
     if not result['fits']:
-        _does_not_fit(t, result, config, settings)
+        _does_not_fit(t, result, settings)
     return result
 
 
@@ -73,19 +76,27 @@ def token_budget(t: Translation, batch: BatchPlan) -> tuple[int, str]:
 
 
 def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
-    """2 for bf16 and fp16, 4 for fp32: from torch_dtype, bf16, fp16, and the checkpoint's own type, in this order."""
-    named = t.effective('torch_dtype')
+    """2 for bf16 and fp16, 4 for fp32.
+
+    ms-swift takes torch_dtype, else the type in config.json, else bfloat16; float32 without a word on fp16 is fp16 mixed precision.
+    """
     if t.effective('bf16') or t.effective('fp16'):
         return 2
     text = text_config(dict(config))
-    dtype = str(named or text.get('torch_dtype') or text.get('dtype') or 'bfloat16').removeprefix('torch.')
-    return 4 if dtype == 'float32' else 2
+    dtype = str(t.effective('torch_dtype') or text.get('torch_dtype') or text.get('dtype') or 'bfloat16').removeprefix('torch.')
+    if dtype != 'float32':
+        return 2
+    if t.effective('fp16') is None:
+        t.warnings.append(
+            'float32 without --fp16 is fp16 mixed precision in ms-swift, in both worlds. For 32-bit training: --torch_dtype float32 --fp16 '
+            'false --bf16 false.'
+        )
+        return 2
+    return 4
 
 
-def _does_not_fit(t: Translation, result: dict[str, Any], config: Mapping[str, Any], settings: memory.Settings) -> None:
-    best = memory.smallest_layout(
-        config, full=settings.full, has_reference=settings.has_reference, tokens=settings.tokens, lora_rank=settings.lora_rank
-    )
+def _does_not_fit(t: Translation, result: dict[str, Any], settings: memory.Settings) -> None:
+    best = result['smallest_layout']
     need = f'{result["total_bytes"] / 1e9:.0f} GB of {result["device_bytes"] / 1e9:.0f} GB'
     ways = []
     if settings.vllm_share and not settings.engine_sleeps and result['train_bytes'] - result['vllm'] <= result['device_bytes']:

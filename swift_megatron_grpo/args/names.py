@@ -141,6 +141,8 @@ def unknown_message(name: str, words: Sequence[str] = ()) -> str:
     """The message for a name that no world knows: what was given, what it may have meant."""
     shown = f'--{name}' + (f' {" ".join(words)}' if words else '')
     key = name.lower().replace('-', '_')
+    if key in ('help', 'h'):
+        return '--help: `swift-megatron-grpo arguments [NAME]` explains each argument, and docs/arguments.md lists them all.'
     if key in _GONE:
         return f'{shown} is not an argument any more. {_GONE[key]}'
     near = suggestions(name)

@@ -29,7 +29,6 @@ class LayerCount:
     lora_experts_per_rank: int = 0
     active: int = 0  # parameters that one token passes through
     token_width: int = 0  # values per token kept for the backward pass inside the layer, divided by TP
-    is_moe: bool = False
 
     @property
     def total(self) -> int:
@@ -173,7 +172,6 @@ def _add_experts(layer: LayerCount, text: Mapping[str, Any], hidden: int) -> Non
     experts = num_experts(text)
     width = int(text.get('moe_intermediate_size') or text.get('intermediate_size') or 4 * hidden)
     top_k = text.get('num_experts_per_tok') or text.get('moe_topk') or 1
-    layer.is_moe = True
     layer.experts = experts * 3 * hidden * width
     layer.replicated += hidden * experts
     if text.get('topk_method') == 'noaux_tc' or str(text.get('model_type', '')).startswith(('deepseek_v3', 'glm4_moe')):

@@ -14,6 +14,7 @@ from .batch_plan import counts_micro_steps, resolve_batch
 from .command import megatron_command, worker_argv
 from .convert import full_recompute
 from .fields import all_fields
+from .known_models import known_config
 from .layout import resolve_layout
 from .memory_plan import estimate_for
 from .pending import unfinished
@@ -65,6 +66,11 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], *, elsewhere: bool 
     return plan
 
 
+def is_dry_run(t: Translation) -> bool:
+    """Whether the plan is for reading only; what concerns the estimate alone is said then."""
+    return t.asked('dry_run') not in (None, 'false')
+
+
 def _world_size(t: Translation, environ: Mapping[str, str]) -> int:
     try:
         size, source = argv_module.world_size_of(environ)
@@ -75,19 +81,16 @@ def _world_size(t: Translation, environ: Mapping[str, str]) -> int:
     if asked is not None:
         if asked < 1:
             t.errors.append(f'--world_size is {asked}; it is 1 or more.')
-        elif t.asked('dry_run') in (None, 'false') and asked != size:
+        elif not is_dry_run(t) and asked != size:
             t.errors.append(
                 f'--world_size {asked} is for a dry run; this command starts {size} process{"es" if size > 1 else ""}. Set '
-                f'NPROC_PER_NODE (and NNODES), '
-                'or add --dry_run true.'
+                'NPROC_PER_NODE (and NNODES), or add --dry_run true.'
             )
         elif source and asked != size:
             t.warnings.append(f'--world_size {asked} is planned with; {source} says {size}.')
         return max(1, asked)
-    if not source:
+    if not source and is_dry_run(t):
         t.warnings.append('NPROC_PER_NODE is not set: one process is planned. Set it, or give --world_size N to a dry run.')
-    elif 'only known' in source:
-        t.warnings.append(source + ' (--world_size N to plan for N).')
     return size
 
 
@@ -263,9 +266,17 @@ def _model_name(t: Translation) -> str:
 
 
 def _model_config(t: Translation, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The model's config.json, or the published sizes of a model that is not on this machine."""
     name = t.effective('model')
-    path = model_files.find_config(name, environ) if isinstance(name, str) else None
-    return None if path is None else model_files.read_config(path)
+    if not isinstance(name, str):
+        return None
+    path = model_files.find_config(name, environ)
+    if path is not None:
+        return model_files.read_config(path)
+    known = None if model_files.is_path(name) else known_config(name)
+    if known is not None and is_dry_run(t):
+        t.warnings.append(f'config.json of {name} is not on this machine; the published sizes of the model are used for the estimate.')
+    return known
 
 
 def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, config: dict[str, Any] | None) -> None:
@@ -297,7 +308,7 @@ def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, 
     plan.command, plan.command_notes = megatron_command(t, schedule, plan.environment, world_size)
     if config is not None and plan.layout is not None:
         plan.memory = estimate_for(t, batch, config)
-    elif config is None and t.effective('model'):
+    elif config is None and t.effective('model') and is_dry_run(t):
         t.warnings.append(
             f'No memory estimate: config.json of {t.effective("model")} is neither in a local folder nor in the Hugging Face '
             f'or ModelScope cache.'

@@ -6,11 +6,13 @@ import ast
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 # The registries of swift.rewards, and what a plugin calls the one for functions.
 _REGISTRIES = ('orms', 'ORMS')
+_WELL_KNOWN = sys.stdlib_module_names | {'swift', 'swift_megatron_grpo', 'torch', 'numpy', 'transformers', 'datasets', 'PIL', 'requests'}
 
 
 @functools.cache
@@ -54,10 +56,28 @@ def _keys(source: str) -> tuple[set[str], bool]:
     return names, unclear
 
 
+def _imports_well_known_only(source: str) -> bool:
+    """Whether a source text imports packages only that register no reward functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            return False
+        names = (
+            [node.module or '']
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        if any(name.split('.')[0] not in _WELL_KNOWN for name in names):
+            return False
+    return True
+
+
 def known_names(plugins: Sequence[str]) -> set[str] | None:
     """All reward names that a run with these plugin files would know; None where that cannot be told from the text.
 
-    A plugin that imports other local modules may register names there, so it counts as unclear unless it registers some itself.
+    A plugin that registers none itself may do so in a module that it imports; it counts as clear only where it imports nothing but
+    well-known packages.
     """
     names = builtin_names()
     if names is None:
@@ -66,8 +86,9 @@ def known_names(plugins: Sequence[str]) -> set[str] | None:
         path = os.path.expanduser(plugin)
         if not os.path.isfile(path):
             return None
-        own, unclear = _keys(Path(path).read_text(encoding='utf-8', errors='replace'))
-        if unclear or not own:
+        source = Path(path).read_text(encoding='utf-8', errors='replace')
+        own, unclear = _keys(source)
+        if unclear or not (own or _imports_well_known_only(source)):
             return None
         names |= own
     return names

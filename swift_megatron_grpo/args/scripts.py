@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from .argv import config_argv, read_config, split
+from ..errors import UserError
+from .argv import config_argv, parse_config, split
 from .shell import Command, ScriptReader
 
 # What a `megatron rlhf` command means by saying nothing, where `swift rlhf` means something else.
@@ -89,11 +90,16 @@ def _program(words: list[str]) -> int | None:
 
 
 def _found(text: str, command: Command, start: int, rest: list[str], spans: list[tuple[int, int]]) -> Found:
-    environment = {**command.environment, **_launcher(command.words[:start])}
+    before = command.words[:start]
+    environment = {**command.environment, **_launcher(before)}
+    if 'env' in before:
+        for word in before[before.index('env') :]:
+            name, equals, value = word.partition('=')
+            if equals and name.isidentifier():
+                environment[name] = value
     config_first = bool(rest) and rest[0].lower().endswith(('.yaml', '.yml', '.json')) and not rest[0].startswith('-')
     names = {name.replace('-', '_') for name, _ in split(rest)[0]}
-    before = os.path.basename(command.words[start - 1]) if start else ''
-    megatron = before == 'megatron'
+    megatron = bool(before) and os.path.basename(before[-1]) == 'megatron'
     extra = [word for name, value in MEGATRON_DEFAULTS if name not in names for word in (f'--{name}', value)] if megatron else []
     return Found(
         argv=rest,
@@ -121,6 +127,9 @@ def _launcher(words: list[str]) -> dict[str, str]:
         key = names.get(name.lstrip('-').replace('-', '_'))
         if key is not None and values and values[0].isdigit():
             result[key] = values[0]
+    if 'accelerate' in (os.path.basename(word) for word in words) and {'NPROC_PER_NODE', 'NNODES'} <= set(result):
+        # accelerate counts the processes of all machines
+        result['NPROC_PER_NODE'] = str(int(result['NPROC_PER_NODE']) // int(result['NNODES']))
     return result
 
 
@@ -142,9 +151,16 @@ def write_script(script: Script) -> str:
 
 def read_yaml(path: str, environ: Mapping[str, str]) -> Script:
     """A YAML or JSON file of arguments as a script with one command."""
-    config = read_config(path)
-    with open(path, encoding='utf-8') as file:
-        text = file.read()
+    try:
+        with open(path, encoding='utf-8') as file:
+            return read_yaml_text(file.read(), path, environ)
+    except OSError as error:
+        raise UserError(f'The configuration file {path} cannot be read: {error.strerror}.') from None
+
+
+def read_yaml_text(text: str, path: str, environ: Mapping[str, str]) -> Script:
+    """The same for a text that was read from ``path``."""
+    config = parse_config(text, path)
     environment = dict(environ)
     for key, value in (config.pop('ENV', None) or {}).items():
         environment.setdefault(key, str(value))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import operator
 import os
 import re
 from collections.abc import Mapping
+
+from .shell_values import evaluate, trim
 
 _OPERATORS = ('&&', '||', ';;', ';', '|', '&', '\n', '(', ')')
 _KEYWORDS = ('then', 'do', 'else', 'elif', 'if', 'while', 'until', '{', '}', '!', 'time', 'fi', 'done', 'esac')
@@ -233,7 +234,7 @@ class ScriptReader:
     def expand(self, word: Word) -> list[str]:
         """The fields that a word becomes: variables replaced, unquoted ones split at blanks, arrays one field an element."""
         fields: list[str] = ['']
-        has_text = False
+        has_text = vanished = False
         for text, quoted, expands in word.parts:
             if not expands:
                 fields[-1] += text
@@ -241,11 +242,12 @@ class ScriptReader:
                 continue
             values = self._expand_dollar(text, quoted)
             if not values:
+                vanished = True  # "$@" and "${empty[@]}" are no word at all, also inside quotes
                 continue
             has_text = has_text or quoted or any(values)
             fields[-1] += values[0]
             fields += values[1:]
-        return fields if has_text else []
+        return fields if has_text and not (vanished and fields == ['']) else []
 
     def _expand_dollar(self, text: str, quoted: bool) -> list[str]:
         if text.startswith('$(('):
@@ -256,6 +258,9 @@ class ScriptReader:
         body = text[2:-1] if text.startswith('${') else text[1:]
         if not body:
             return ['$']
+        if body in '@*':
+            self._note(f'{text} stands for the arguments of the script; they are not known here, and count as none.')
+            return []
         array = re.fullmatch(r'([A-Za-z_]\w*)\[([@*]|\d+)\]', body)
         if array is not None:
             value = self.lookup(array.group(1))
@@ -290,7 +295,7 @@ class ScriptReader:
             self._note(f'${name} is not set anywhere in the script or the environment; it counts as empty.')
             return ''
         if op in ('#', '##', '%', '%%'):
-            return _trim(plain, op, self._expand_text(argument))
+            return trim(plain, op, self._expand_text(argument))
         if op in ('/', '//'):
             old, _, new = argument.partition('/')
             return plain.replace(old, new) if op == '//' else plain.replace(old, new, 1)
@@ -316,7 +321,7 @@ class ScriptReader:
             r'\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)', lambda match: str(self.lookup(match.group(1) or match.group(2)) or 0), text
         )
         try:
-            return str(_evaluate(ast.parse(plain.strip(), mode='eval').body))
+            return str(evaluate(ast.parse(plain.strip(), mode='eval').body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             self._note(f'$(({text})) is not understood, and counts as 0.')
             return '0'
@@ -348,6 +353,11 @@ class ScriptReader:
             return
         if expanded[0] == 'cd' and len(expanded) > 1:
             self.folder = os.path.join(self.folder, os.path.expanduser(expanded[1]))
+            return
+        if expanded[0] == 'for' and len(expanded) > 3 and expanded[2] == 'in':
+            self.variables[expanded[1]] = expanded[3]
+            if len(expanded) > 4:
+                self._note(f'The loop over {expanded[1]} is read once, with {expanded[3]}.')
             return
         if (
             expanded[0] == 'for'
@@ -388,38 +398,3 @@ class ScriptReader:
             value = self.variables.get(name)
             if export and isinstance(value, str):
                 self.exported[name] = value
-
-
-def _trim(value: str, op: str, pattern: str) -> str:
-    """${VAR#pattern} and its relatives, with * and ? as the only wildcards."""
-    expression = re.escape(pattern).replace(r'\*', '.*' if len(op) == 2 else '.*?').replace(r'\?', '.')
-    if op.startswith('#'):
-        return re.sub(f'^{expression}', '', value, count=1)
-    found = [index for index in range(len(value) + 1) if re.fullmatch(expression.replace('.*?', '.*'), value[index:])]
-    if not found:
-        return value
-    return value[: found[0] if op == '%%' else found[-1]]
-
-
-_BINARY = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
-
-
-def _evaluate(node: ast.AST) -> int:
-    """Whole-number arithmetic of the four kinds. Raises ValueError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        result: int = _BINARY[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-        return result
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    raise ValueError('not whole-number arithmetic')

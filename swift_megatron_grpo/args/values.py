@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from typing import Any
@@ -35,9 +36,12 @@ def parse_scalar(kind: str, text: str) -> Any:
         return int(text)
     if kind == 'float':
         try:
-            return float(text)
+            number = float(text)
         except ValueError:
             raise ValueError('a number') from None
+        if not math.isfinite(number):
+            raise ValueError('a finite number')
+        return number
     if kind == 'json':
         return parse_json(text)
     return text

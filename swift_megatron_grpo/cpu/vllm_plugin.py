@@ -1,8 +1,8 @@
 """vLLM's CPU build as a rollout engine (import tier 2). The entry point `swift_megatron_grpo_cpu` of the group vllm.general_plugins.
 
-vLLM calls `register()` in every process of an engine. Where there is an accelerator it returns at once and has changed nothing. Here it makes
-weights reloadable and weight synchronisation real: vLLM's CPU build assumes that weights are loaded once, and that NCCL is either there or
-not wanted.
+vLLM calls `register()` in every process of an engine. Where there is an accelerator it returns at once and has changed nothing. Here it
+makes weights reloadable and weight synchronisation real: vLLM's CPU build assumes that weights are loaded once, and that NCCL is either
+there or not wanted.
 """
 import contextlib
 import functools
@@ -30,7 +30,7 @@ _HOLDERS = ('swift.pipelines.infer.rollout', 'swift.rlhf_trainers.vllm_client')
 class GlooCommunicator:
     """Stands where vLLM's PyNcclCommunicator stands, with the operations that weight synchronisation uses, over gloo.
 
-    group: a torch process group, or vLLM's StatelessProcessGroup (whose store brings the ranks together). Every rank of the group makes one.
+    group: a torch process group, or vLLM's StatelessProcessGroup (its store brings the ranks together). Every rank of the group makes one.
     An operation that is not here raises AttributeError; nothing is silently left out.
     """
     available = True
@@ -121,7 +121,7 @@ def _linear_weights_stay() -> None:
 @ENGINE.patch(Passport(
     name='experts-are-repacked',
     target='vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading',
-    breaks='after a weight update a mixture-of-experts model goes on with the experts that it was started with (log-probabilities off by 1.0)',
+    breaks='after a weight update a mixture-of-experts model goes on with its first experts (log-probabilities off by 1.0), silently',
     reference='vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: the CPU kernel packs only while moe_kernel is None',
     versions=VERSIONS,
     remove_when='the CPU kernel packs on each call',
@@ -141,8 +141,8 @@ def _experts_are_repacked() -> None:
 @ENGINE.patch(Passport(
     name='adapter-tensors-are-copied',
     target='vllm.lora.lora_model:LoRAModel.from_lora_tensors',
-    breaks="the policy's own LoRA weights change at each adapter sync: on one device vLLM keeps the tensors it is given and scales them in place",
-    reference='vllm/lora/lora_model.py: from_lora_tensors (tensor.to(device) copies nothing on the CPU); vllm/lora/lora_weights.py: optimize',
+    breaks="the policy's own LoRA weights change at each adapter sync: vLLM keeps the tensors it is given and scales them in place",
+    reference='vllm/lora/lora_model.py: from_lora_tensors (on one device tensor.to copies nothing); vllm/lora/lora_weights.py: optimize',
     versions=VERSIONS,
     remove_when='vLLM copies the tensors, or scales a copy',
 ))

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import abc
 import torch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .checksums import Checksum
+
+Bucket = list[tuple[str, torch.Tensor]]  # (Hugging Face name, weight)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,21 +46,57 @@ class Sampling:
 
 
 class RolloutEngine(abc.ABC):
-    """What the trainer needs of an engine. All methods: all ranks of the engine, together."""
+    """What the trainer needs of an engine. All methods: all ranks of the engine, together.
+
+    group: where it lies. version: of the weights it holds, -1 when they are not a complete set; `generate` then refuses.
+    keeps_deadlines: whether `generate` ends by itself at --rollout_timeout, and says why.
+    runs_turns: whether it holds multi-turn conversations by itself.
+    takes_adapters: whether `load_adapter` works. needs_base: whether it must get the base weights (again) before an adapter.
+    """
 
     group: EngineGroup
+    version: int = -1
+    keeps_deadlines: bool = False
+    runs_turns: bool = False
+    takes_adapters: bool = False
+    needs_base: bool = True
+
+    def begin_sync(self) -> None:
+        """Called before each weight sync, e.g. to find servers that came back."""
 
     @abc.abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Takes (Hugging Face name, tensor) pairs; returns how many. Afterwards no answer sampled before is served from a cache."""
+    def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
+        """Takes all weights, in buckets; returns how many tensors. Afterwards no answer sampled before is served from a cache.
+
+        version -1: an adapter is still to come, the set is not complete. Reading the iterable is collective over all ranks of the run.
+        """
+
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], version: int) -> int:
+        """Takes a LoRA adapter (PEFT names and configuration) in the place of the one before; returns how many tensors."""
+        raise NotImplementedError(f'{type(self).__name__} takes no adapters')
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[Any]:
         """ms-swift `RolloutOutput`s, one a request, in order. Raises RunError if no complete set of weights was loaded."""
 
+    def start(self, requests: Sequence[Any], sampling: Sampling) -> Any:
+        """Begins to sample and returns at once, where an engine can; `finish` takes what is returned. Weights must not change until then.
+
+        Here: everything is done by `finish`.
+        """
+        return requests, sampling
+
+    def finish(self, pending: Any) -> list[Any]:
+        """The outputs of what `start` began."""
+        return self.generate(*pending)
+
     @abc.abstractmethod
-    def checksums(self) -> dict[str, float] | None:
-        """Name -> sum of absolute values in float64 of the weights that the engine holds; None where its names cannot be mapped."""
+    def checksums(self) -> dict[str, Checksum] | None:
+        """By the engine's own names, summed over the engine's ranks; None where its weights cannot be read."""
+
+    def holder_of(self, name: str) -> str:
+        """The engine's name of what holds the weight `name` (a Hugging Face name)."""
+        return name
 
     def sleep(self, level: int) -> None:
         """Gives memory back (level 1 keeps the weights in host memory, level 2 drops them). Engines without sleep ignore level 0 only."""
@@ -69,3 +109,21 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the engine. Called before the process group is destroyed, once; later calls do nothing."""
+
+
+def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Consecutive weights in lists of at most `max_bytes`; a larger weight has a list of its own. Pure.
+
+    Example: sizes 4, 4, 4, 9 with max_bytes 8 give [4, 4], [4], [9].
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in weights:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + num_bytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket

@@ -10,7 +10,8 @@ from swift.template import Template
 from typing import Any
 
 from ..errors import RunError
-from .base import EngineGroup, RolloutEngine, Sampling
+from .base import Bucket, EngineGroup, RolloutEngine, Sampling
+from .checksums import Checksum
 
 
 class _SamplingEngine(TransformersEngine):
@@ -46,7 +47,9 @@ class TransformersRolloutEngine(RolloutEngine):
 
     def __init__(self, args: Any, template: Template, group: EngineGroup, *, max_batch_size: int, device: torch.device):
         self.group = group
-        self.version = -1
+        self.device = device
+        self.asleep = 0
+        self.shapes: list[torch.Size] = []
         rollout_template = copy.copy(template)
         rollout_template.padding_free = False
         rollout_template.sequence_parallel_size = 1
@@ -55,15 +58,17 @@ class TransformersRolloutEngine(RolloutEngine):
         model.requires_grad_(False)
         self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+    def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
+        self.version = -1
         parameters = dict(self.engine.model.named_parameters())
         tied = getattr(self.engine.model.config, 'tie_word_embeddings', False)
         loader = _StateLoader(parameters)
         count = 0
         with torch.no_grad():
-            for name, tensor in weights:
-                loader.load(name, tensor)
-                count += 1
+            for bucket in buckets:
+                for name, tensor in bucket:
+                    loader.load(name, tensor)
+                    count += 1
         missing = loader.missing() - ({'lm_head.weight'} if tied else set())
         if missing:
             raise RunError(f'Weight sync left {len(missing)} weights of the rollout model as they were, e.g. {sorted(missing)[:3]}.')
@@ -96,11 +101,52 @@ class TransformersRolloutEngine(RolloutEngine):
             outputs.append(RolloutOutput(response=response))
         return outputs
 
-    def checksums(self) -> dict[str, float]:
-        return {name: float(p.detach().double().abs().sum()) for name, p in self.engine.model.named_parameters()}
+    def checksums(self) -> dict[str, Checksum]:
+        return {name: Checksum.of(parameter) for name, parameter in self.engine.model.named_parameters()}
+
+    def holder_of(self, name: str) -> str:
+        return _fused_expert(name) if self._has_fused_experts and '.experts.' in name else name
+
+    @property
+    def _has_fused_experts(self) -> bool:
+        return any(name.endswith('.experts.gate_up_proj') for name, _ in self.engine.model.named_parameters())
+
+    def sleep(self, level: int) -> None:
+        if not level or self.asleep:
+            return
+        self.asleep = level
+        model = self.engine.model
+        if level == 1:
+            model.to('cpu')
+            return
+        self.version = -1
+        for parameter in model.parameters():  # tied ones come once
+            self.shapes.append(parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        if 'weights' not in tags or not self.asleep:
+            return
+        model = self.engine.model
+        if self.asleep == 1:
+            model.to(self.device)
+        else:
+            for parameter, shape in zip(model.parameters(), self.shapes, strict=True):
+                parameter.data = parameter.data.new_zeros(shape)
+            self.shapes.clear()
+        self.asleep = 0
 
     def close(self) -> None:
         self.engine.model = self.engine.engine = None
+
+
+def _fused_expert(name: str) -> str:
+    """Pure. 'model.layers.0.mlp.experts.3.up_proj.weight' -> 'model.layers.0.mlp.experts.gate_up_proj'."""
+    prefix, _, rest = name.partition('.experts.')
+    number, _, leaf = rest.partition('.')
+    if not number.isdigit():
+        return name
+    return f'{prefix}.experts.' + ('down_proj' if leaf.startswith('down_proj') else 'gate_up_proj')
 
 
 class _StateLoader:
@@ -120,11 +166,11 @@ class _StateLoader:
             target.copy_(tensor)
             self.loaded.add(name)
             return
-        prefix, _, rest = name.partition('.experts.')
+        _prefix, _, rest = name.partition('.experts.')
         number, _, leaf = rest.partition('.')
         if number.isdigit():
             leaf = leaf.removesuffix('.weight')
-            fused = f'{prefix}.experts.' + ('down_proj' if leaf == 'down_proj' else 'gate_up_proj')
+            fused = _fused_expert(name)
             target = self.parameters.get(fused)
             if target is not None:
                 slot = target[int(number)]

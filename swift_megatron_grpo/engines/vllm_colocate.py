@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import copy
 import torch
+import torch.distributed as dist
 from collections.abc import Iterable, Sequence
 from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import RolloutOutput
-from swift.rlhf_trainers.utils import (finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader, sleep_vllm_engine,
-                                       vllm_sleep)
+from swift.rlhf_trainers.utils import (VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH, TensorLoRARequest,
+                                       add_base_layer_suffix_by_param_names, aggressive_empty_cache, expand_vllm_param_name_aliases,
+                                       finish_vllm_weight_reload, patch_vllm_load_adapter, patch_vllm_moe_model_weight_loader,
+                                       set_expandable_segments, sleep_vllm_engine, vllm_supports_lora_load_inplace)
 from swift.template import Template
 from typing import Any
 
 from .. import cpu
 from ..errors import RunError
-from .base import EngineGroup, RolloutEngine, Sampling
+from .base import Bucket, EngineGroup, RolloutEngine, Sampling
+from .checksums import EMPTY, Checksum
+from .vllm_names import holder_of
 
 
 class VllmColocateEngine(RolloutEngine):
@@ -38,7 +43,9 @@ class VllmColocateEngine(RolloutEngine):
         from swift.infer_engine import GRPOVllmEngine
         self.group = group
         self.device = device
-        self.version = -1
+        self.takes_adapters = bool(args.vllm_enable_lora and args.tuner_type == 'lora')
+        if self.takes_adapters:
+            patch_vllm_load_adapter()  # vLLM reads adapters from files; ms-swift's request brings tensors
         rollout_template = copy.copy(template)
         rollout_template.padding_free = False
         rollout_template.sequence_parallel_size = 1
@@ -48,6 +55,7 @@ class VllmColocateEngine(RolloutEngine):
             engine_kwargs['enable_return_routed_experts'] = True
         if args.vllm_enable_expert_parallel:
             engine_kwargs.setdefault('enable_expert_parallel', True)
+        set_expandable_segments(False)
         self.engine = GRPOVllmEngine(
             args.model_info.model_dir,
             torch_dtype=args.torch_dtype,
@@ -67,29 +75,42 @@ class VllmColocateEngine(RolloutEngine):
             mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
             template=rollout_template,
             distributed_executor_backend='external_launcher',
-            enable_lora=args.vllm_enable_lora and args.tuner_type == 'lora',
+            enable_lora=self.takes_adapters,
             max_loras=1,
             max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
             engine_kwargs=engine_kwargs,
             logprobs_mode='processed_logprobs')
+        set_expandable_segments(True)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+    def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
         self.version = -1  # incomplete until the last line
         model = self.engine.inner_model
+        names = expand_vllm_param_name_aliases(set(self._parameters())) if self.takes_adapters else set()
         count = 0
-
-        def counted() -> Iterable[tuple[str, torch.Tensor]]:
-            nonlocal count
-            for name, tensor in weights:
-                count += 1
-                yield name, tensor
-
         patch_vllm_moe_model_weight_loader(model)
-        model.load_weights(counted())
+        for bucket in buckets:
+            count += len(bucket)
+            model.load_weights(iter(bucket) if not names else add_base_layer_suffix_by_param_names(iter(bucket), names))
         finish_vllm_weight_reload(model, model_config=self.engine.engine.model_config, target_device=self.device, strict=True)
         self.reset_caches()
         self.version = version
+        self.needs_base = False
         return count
+
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], version: int) -> int:
+        self.version = -1
+        if self.needs_base:
+            raise RunError('Weight sync: an adapter was sent to an engine that does not hold the base weights.')
+        inplace = {'load_inplace': True} if vllm_supports_lora_load_inplace() else {}
+        if not inplace:
+            self.engine.engine.remove_lora(VLLM_LORA_INT_ID)
+        request = TensorLoRARequest(lora_name=VLLM_LORA_NAME, lora_int_id=VLLM_LORA_INT_ID, lora_path=VLLM_LORA_PATH, peft_config=config,
+                                    lora_tensors=tensors, **inplace)
+        if not self.engine.engine.add_lora(request):
+            raise RunError('Weight sync: vLLM did not take the adapter.')
+        self.reset_caches()
+        self.version = version
+        return len(tensors)
 
     def reset_caches(self) -> None:
         """Nothing that was computed with earlier weights may be used again."""
@@ -121,23 +142,40 @@ class VllmColocateEngine(RolloutEngine):
                 raise RunError(f'vLLM could not answer a request: {output}') from output
         return outputs
 
-    def checksums(self) -> dict[str, float] | None:
-        return {name: float(p.detach().double().abs().sum()) for name, p in self.engine.inner_model.named_parameters()}
+    def checksums(self) -> dict[str, Checksum]:
+        own = {name: Checksum.of(parameter) for name, parameter in self._parameters().items()}
+        if self.group.size == 1:
+            return own
+        from vllm.distributed.parallel_state import get_tp_group
+        parts: list[Any] = [None] * self.group.size
+        dist.all_gather_object(parts, own, group=get_tp_group().cpu_group)
+        whole: dict[str, Checksum] = {}
+        for part in parts:
+            for name, checksum in part.items():
+                whole[name] = whole.get(name, EMPTY) + checksum
+        return whole
+
+    def holder_of(self, name: str) -> str:
+        return holder_of(name, self.engine.inner_model, self._parameters().keys())
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.engine.inner_model.named_parameters())
 
     def sleep(self, level: int) -> None:
-        if level and not self.engine.inner_model_executor.is_sleeping:
-            sleep_vllm_engine(self.engine.engine, level)
-            if level == 2:
-                self.version = -1
-
-    def first_sleep(self, level: int) -> None:
-        """The sleep after construction, when nothing was generated yet."""
-        if level:
-            vllm_sleep(self.engine.engine, level)
+        if not level or self.engine.inner_model_executor.is_sleeping:
+            return
+        sleep_vllm_engine(self.engine.engine, level)  # empties the prefix cache too
+        if level == 2:
+            self.version = -1
+            self.needs_base = True
 
     def wake(self, tags: Sequence[str]) -> None:
-        if self.engine.inner_model_executor.is_sleeping:
-            self.engine.engine.wake_up(tags=list(tags))
+        if not self.engine.inner_model_executor.is_sleeping:
+            return
+        aggressive_empty_cache()  # what the trainer gave away is the allocator's until then
+        if 'kv_cache' in tags:
+            set_expandable_segments(False)  # vLLM's own memory pool cannot lie in them; going to sleep allows them again
+        self.engine.engine.wake_up(tags=list(tags))
 
     def close(self) -> None:
         engine, self.engine = self.engine, None

@@ -136,10 +136,14 @@ class BatchBuilder:
 
     def _encode_within(self, limit: int | None, sample: GRPOSample) -> dict[str, Any]:
         configured, self.template.max_length = self.template.max_length, limit
+        if sample.response_token_ids:
+            # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
+            self.template._add_dynamic_eos = lambda *args, **kwargs: None
         try:
             return encode_sample(sample, self.template)
         finally:
             self.template.max_length = configured
+            vars(self.template).pop('_add_dynamic_eos', None)
 
     @staticmethod
     def _check_rollout_logprobs(rollout: Rollout, num_tokens: int) -> None:

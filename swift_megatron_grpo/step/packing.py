@@ -63,7 +63,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     for i in order:
         for b, (used, items) in enumerate(bins):
             if used + lengths[i] <= budget:
-                bins[b] = (used + lengths[i], items + [i])
+                bins[b] = (used + lengths[i], [*items, i])
                 break
         else:
             bins.append((lengths[i], [i]))

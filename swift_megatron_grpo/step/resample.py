@@ -55,6 +55,7 @@ class Sampler:
         self.rollouts = rollouts
         self.reward_weights = reward_weights
         self.topology = topology
+        self._open: dict[int, tuple[Iterator[Prompt], int]] = {}  # generations whose first round is being sampled
 
     def collect(self, source: Source, generation: int, version: int) -> ScoredRollouts:
         """The scored rollouts of one generation: P prompts, G rollouts each. All ranks, collective; the same on every rank.
@@ -67,11 +68,20 @@ class Sampler:
         Raises:
             UserError where truncation_strategy delete leaves too few prompts; RunError from sampling.
         """
+        return self.complete(self._sample(self.prompts(source, generation), generation, 0, version), generation, version)
+
+    def prompts(self, source: Source, generation: int) -> list[Prompt]:
+        """The prompts that the first sampling round of a generation takes. All ranks, collective."""
         prompts = source.take(generation)
         refuse_own_prompts(prompts)
         others = source.replacements(generation, {prompt.dataset_index for prompt in prompts})
         prompts, num_replaced = self._encodable(prompts, others)
-        scored = self._sample(prompts, generation, 0, version)
+        self._open[generation] = (others, num_replaced)
+        return prompts
+
+    def complete(self, scored: ScoredRollouts, generation: int, version: int) -> ScoredRollouts:
+        """The first round of a generation with what it lacks. All ranks, collective; further rounds are sampled at once."""
+        others, num_replaced = self._open.pop(generation)
         if self.args.dynamic_sample:
             scored = self._resample(scored, others, generation, version)
         if self.args.truncation_strategy == 'delete':

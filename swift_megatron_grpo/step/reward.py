@@ -8,6 +8,7 @@ number or None ("not applicable").
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import math
 import time
@@ -35,11 +36,11 @@ class Rewarder:
     Args:
         args: reward_funcs, reward_weights, use_gym_env, ...
         models: (callable plug-in, name) of each reward model, called after the functions; see reward_models.py.
-        trainer_state: passed to every function as `trainer_state`, as ms-swift does.
+        trainer_state: passed to every function under that name, as ms-swift does.
     """
 
     def __init__(self, args: Any, trainer_state: Any, models: Sequence[tuple[Any, str]] = ()):
-        self.functions, self.names = self._resolve(args)
+        self.functions, self.names = resolve_reward_funcs(refuse_unknown_rewards(args), args=args)
         self.models = [model for model, _ in models]
         self.names += [name for _, name in models]
         self.use_gym_env = bool(args.use_gym_env)
@@ -48,19 +49,6 @@ class Rewarder:
         self.trainer_state = trainer_state
         self.weights = self._weights(args.reward_weights)
         self.running = ''  # read by the watchdog
-
-    @staticmethod
-    def _resolve(args: Any) -> tuple[list[Any], list[str]]:
-        from swift.rewards import orms
-        configured = [args.reward_funcs] if isinstance(args.reward_funcs, str) else list(args.reward_funcs)
-        unknown = [name for name in configured if isinstance(name, str) and name not in orms]
-        if unknown:
-            import difflib
-            near = difflib.get_close_matches(unknown[0], list(orms), n=3)
-            raise UserError(f'--reward_funcs: unknown reward function {unknown[0]!r}.' + (f' Did you mean {" or ".join(near)}?' if near else '') +
-                            f' Known: {", ".join(sorted(orms))}. A function of your own is registered as orms[{unknown[0]!r}] in a file given '
-                            'by --external_plugins.')
-        return resolve_reward_funcs(configured, args=args)
 
     def _weights(self, configured: Sequence[float] | None) -> torch.Tensor:
         if configured is None:
@@ -147,8 +135,21 @@ class Rewarder:
         return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')
 
 
+def refuse_unknown_rewards(args: Any) -> list[Any]:
+    """The configured reward functions; raises UserError for a name that nobody registered. Pure."""
+    from swift.rewards import orms
+    configured = [args.reward_funcs] if isinstance(args.reward_funcs, str) else list(args.reward_funcs)
+    unknown = [name for name in configured if isinstance(name, str) and name not in orms]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(orms), n=3)
+        raise UserError(f'--reward_funcs: unknown reward function {unknown[0]!r}.' + (f' Did you mean {" or ".join(near)}?' if near else '') +
+                        f' Known: {", ".join(sorted(orms))}. A function of your own is registered as orms[{unknown[0]!r}] in a file given '
+                        'by --external_plugins.')
+    return configured
+
+
 def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, '__call__', None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _where(error: BaseException) -> str:

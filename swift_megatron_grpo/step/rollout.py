@@ -1,10 +1,11 @@
 """One sampling phase: prompts to scored rollouts, the same list on every rank (import tier 2)."""
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import torch
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from swift.rl_core.data import GRPOSample
 from swift.template import Template
@@ -12,14 +13,18 @@ from swift.utils import remove_response
 from typing import Any
 
 from ..deadlines import deadline
+from ..engines import EngineLost
 from ..engines.base import EngineGroup, RolloutEngine, Sampling
 from ..errors import RunError
 from ..parallel import Topology, agree, contiguous_share, share_of_groups
+from ..residency import Residency, Stage
 from ..types import Rollout
 from .prompts import Prompt
 from .reward import Rewarder
+from .turns import Turns
 
 _SEED_STRIDE = 1_000_003
+GRACE_SECONDS = 30.0  # for an engine that ends its phase by itself at the deadline, and says why
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +56,22 @@ class ScoredRollouts:
             **rollout.media)
 
 
+@dataclass(kw_only=True, slots=True)
+class Phase:
+    """One sampling phase between its beginning and its end. `share`: rollouts of this engine; `part`: those of them that this rank scores."""
+    prompts: list[Prompt]
+    samples_P: list[GRPOSample]
+    num_generations: int
+    version: int
+    seed: int
+    share: range
+    part: range
+    requests: list[Any] = field(default_factory=list)
+    pending: Any = None
+    outputs: list[Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
 class RolloutStage:
     """Samples and scores.
 
@@ -60,53 +81,99 @@ class RolloutStage:
         engine: this rank's engine.
         rewarder: reward functions.
         topology: this rank's place.
+        residency: makes room for the engine.
     """
 
-    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology):
+    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology, residency: Residency):
         self.args = args
         self.template = template
         self.engine = engine
         self.rewarder = rewarder
         self.topology = topology
+        self.residency = residency
+        self.turns: Turns | None = None
+        if args.multi_turn_scheduler is not None and not engine.runs_turns:
+            self.turns = Turns(args, template, engine)
 
     @property
     def group(self) -> EngineGroup:
         return self.engine.group
 
     def run(self, prompts: list[Prompt], *, num_generations: int, seed: int, version: int) -> ScoredRollouts:
-        """All ranks, collective.
+        """`begin` and `complete` in one."""
+        return self.complete(self.begin(prompts, num_generations=num_generations, seed=seed, version=version))
+
+    @property
+    def _seconds(self) -> float:
+        limit = self.args.rollout_timeout
+        return limit + GRACE_SECONDS if self.engine.keeps_deadlines and limit > 0 else limit
+
+    def begin(self, prompts: list[Prompt], *, num_generations: int, seed: int, version: int) -> Phase:
+        """All ranks, collective. A server samples from here on; other engines do so in `complete`.
 
         Args:
             prompts: P prompts, equal on every rank.
             num_generations: G.
             seed: rollout i of the phase is sampled with seed + i, wherever it is sampled.
             version: of the weights that the engine is expected to hold.
-
-        Raises:
-            RunError on every rank, naming the phase, the rank and, for rewards, the function.
         """
         samples_P = [self.prompt_sample(prompt) for prompt in prompts]
         share = share_of_groups(len(prompts), num_generations, self.group.count, self.group.index)
-        seconds: dict[str, float] = {}
+        requests = self.requests([samples_P[i // num_generations] for i in share], [f'rollout-{seed + i}' for i in share])
+        # Every rank of an engine has the outputs; each scores its part of them.
+        part = contiguous_share(len(share), self.group.size, self.group.rank)
+        phase = Phase(prompts=prompts, samples_P=samples_P, num_generations=num_generations, version=version, seed=seed, share=share, part=part)
+        if self.turns is not None:
+            phase.requests = requests
+        else:
+            phase.pending = self.engine.start(requests, self.sampling(seed + share.start))
+        return phase
+
+    def settle(self, phase: Phase) -> None:
+        """Waits until everything is sampled. All ranks, collective."""
+        if phase.outputs is not None:
+            return
+        start = time.perf_counter()
+        self.residency.to(Stage.GENERATING)
+        if self.turns is not None:
+            outputs = self.turns.run(phase.requests, phase.part, self.sampling(phase.seed + phase.share.start))
+        else:
+            outputs = self.engine.finish(phase.pending)
+            outputs = outputs[phase.part.start:phase.part.stop]
+        phase.outputs = outputs
+        phase.seconds['generate'] = time.perf_counter() - start
+
+    def complete(self, phase: Phase) -> ScoredRollouts:
+        """All ranks, collective.
+
+        Raises:
+            RunError on every rank, naming the phase, the rank and, for rewards, the function; EngineLost where no server is left.
+        """
         rank = self.topology.rank
+        lost: list[EngineLost] = []
 
         def produce() -> tuple[list[tuple[Rollout, list[float | None]]], dict[str, float]]:
-            with deadline('Sampling of a generation', self.args.rollout_timeout, rank=rank):
-                start = time.perf_counter()
-                outputs = self._generate([samples_P[i // num_generations] for i in share], seed + share.start)
-                seconds['generate'] = time.perf_counter() - start
-            # Every rank of an engine has the outputs; each scores its part of them.
-            part = contiguous_share(len(share), self.group.size, self.group.rank)
-            rollouts = [self._rollout(i, num_generations, prompts, samples_P, output, version)
-                        for i, output in list(zip(share, outputs))[part.start:part.stop]]
+            with deadline('Sampling of a generation', self._seconds, rank=rank):
+                try:
+                    self.settle(phase)
+                except EngineLost as error:
+                    lost.append(error)
+                    raise
+            assert phase.outputs is not None
+            rollouts = [self._rollout(phase.share[i], phase, output) for i, output in zip(phase.part, phase.outputs, strict=True)]
             with deadline('Reward functions', self.args.reward_timeout, rank=rank, detail=lambda: self.rewarder.running):
-                scores = self.rewarder.score([self._scored_sample(samples_P, rollout) for rollout in rollouts])
-            seconds.update({f'reward/{name}': value for name, value in scores.seconds.items()})
-            return list(zip(rollouts, scores.rewards)), seconds
+                scores = self.rewarder.score([self._scored_sample(phase.samples_P, rollout) for rollout in rollouts])
+            phase.seconds.update({f'reward/{name}': value for name, value in scores.seconds.items()})
+            return list(zip(rollouts, scores.rewards)), phase.seconds
 
-        parts = agree('Sampling', produce)
+        try:
+            parts = agree('Sampling', produce)
+        except RunError:
+            if lost:  # on every rank
+                raise lost[0] from None
+            raise
         scored = sorted((pair for pairs, _ in parts for pair in pairs), key=lambda pair: pair[0].index)
-        expected = len(prompts) * num_generations
+        expected = len(phase.prompts) * phase.num_generations
         if [pair[0].index for pair in scored] != list(range(expected)):
             raise RunError(f'The engines returned {len(scored)} rollouts for {expected} requests.')
         rewards = [[float('nan') if value is None else value for value in pair[1]] for pair in scored]
@@ -115,10 +182,10 @@ class RolloutStage:
             for name, value in times.items():
                 longest[name] = max(longest.get(name, 0.0), value)
         return ScoredRollouts(
-            prompts=prompts,
+            prompts=phase.prompts,
             rollouts=[pair[0] for pair in scored],
             rewards_NF=torch.tensor(rewards, dtype=torch.float32).reshape(expected, len(self.rewarder.names)),
-            samples_P=samples_P,
+            samples_P=phase.samples_P,
             seconds=longest)
 
     def prompt_sample(self, prompt: Prompt) -> GRPOSample:
@@ -131,10 +198,27 @@ class RolloutStage:
         sample.prompt_id = str(prompt.dataset_index)
         return sample
 
-    def _generate(self, samples: Sequence[GRPOSample], seed: int) -> list[Any]:
-        include_extra = bool(self.args.vllm_server_pass_dataset) or self.args.multi_turn_scheduler is not None
+    def requests(self, samples: Sequence[GRPOSample], names: Sequence[str]) -> list[Any]:
+        """ms-swift's requests. Each has messages of its own, since a conversation of several turns writes into them, and a name of its own,
+        by which an environment is found again."""
+        args = self.args
+        include_extra = bool(args.vllm_server_pass_dataset) or args.multi_turn_scheduler is not None or bool(args.use_gym_env)
         requests = [sample.to_infer_request(include_extra=include_extra) for sample in samples]
-        return self.engine.generate(requests, self.sampling(seed))
+        for request, name in zip(requests, names, strict=True):
+            request.messages = copy.deepcopy(request.messages)
+            request.uuid = name
+        return requests
+
+    def metrics(self, scored: ScoredRollouts, policy_version: int) -> dict[str, float]:
+        """Before training on them: how old the rollouts are (optimizer steps), and whether they come from another distribution than the
+        log-probabilities of the trainer describe (top_p, top_k, min_p, a repetition penalty or a grammar change what is sampled)."""
+        oldest = min((rollout.policy_version for rollout in scored.rollouts), default=policy_version)
+        values = {}
+        if self.args.async_generate:
+            values['rollout/staleness'] = float(policy_version - oldest)
+        if not self.sampling(0).is_plain:
+            values['rollout/sampled_from_another_distribution'] = 1.0
+        return values
 
     def sampling(self, seed: int) -> Sampling:
         args = self.args
@@ -149,10 +233,9 @@ class RolloutStage:
             structured_outputs_regex=args.structured_outputs_regex,
             seed=seed)
 
-    def _rollout(self, index: int, num_generations: int, prompts: Sequence[Prompt], samples_P: Sequence[GRPOSample], output: Any,
-                 version: int) -> Rollout:
-        prompt_index = index // num_generations
-        prompt_sample = samples_P[prompt_index]
+    def _rollout(self, index: int, phase: Phase, output: Any) -> Rollout:
+        prompt_index = index // phase.num_generations
+        prompt_sample = phase.samples_P[prompt_index]
         sample = dataclasses.replace(prompt_sample, messages=list(prompt_sample.messages), response_token_ids=[], response_loss_mask=[],
                                      rollout_logprobs=[], rollout_infos={})
         sample.apply_rollout_output(rollout_output=output)
@@ -164,7 +247,7 @@ class RolloutStage:
         return Rollout(
             index=index,
             prompt_index=prompt_index,
-            dataset_index=prompts[prompt_index].dataset_index,
+            dataset_index=phase.prompts[prompt_index].dataset_index,
             response_token_ids=[list(turn) for turn in token_ids],
             response_loss_mask=[list(turn) for turn in sample.response_loss_mask],
             rollout_logprobs=[list(turn) for turn in sample.rollout_logprobs],
@@ -174,7 +257,7 @@ class RolloutStage:
             rollout_infos=sample.rollout_infos,
             media=media,
             routed_experts=sample.routed_experts,
-            policy_version=version)
+            policy_version=phase.version)
 
     @staticmethod
     def _scored_sample(samples_P: Sequence[GRPOSample], rollout: Rollout) -> GRPOSample:

@@ -122,6 +122,7 @@ def test_sequence_parallel_of_swift_keeps_generation_size_and_optimizer_steps():
     # swift rlhf, 8 processes, sequence_parallel_size 2: 8 x 4 completions a generation, used up in 4 x 2 micro-steps
     result = batch(8, cp=2, ulysses=2, per_device_train_batch_size=1, gradient_accumulation_steps=4, num_generations=4)
     assert (result.plan.global_batch_size, result.plan.steps_per_generation, result.plan.generation_batch_size) == (16, 2, 32)
+    assert (result.plan.swift_global_batch_size, result.plan.notes) == (16, [])
 
 
 def test_ranks_that_do_not_divide_are_refused_with_numbers_that_do():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.args import memory, resolve
+from swift_megatron_grpo.args.known_models import known_config
 from swift_megatron_grpo.args.parameters import count
 
 from .conftest import other_errors
@@ -46,6 +47,43 @@ def test_exact_counts_of_released_checkpoints():
     assert counts['qwen2.5-vl-72b'] == 73_410_777_344
     assert counts['qwen3-8b'] == 8_190_735_360
     assert counts['qwen2.5-0.5b'] == 494_032_768
+
+
+# parameters of the released checkpoints, by their hub names
+KNOWN = [
+    ('Qwen/Qwen2.5-0.5B-Instruct', 494_032_768),
+    ('Qwen/Qwen2.5-1.5B', 1_543_714_304),
+    ('Qwen/Qwen2.5-3B-Instruct', 3_085_938_688),
+    ('Qwen/Qwen2.5-Math-7B', 7_615_616_512),
+    ('Qwen/Qwen2.5-14B', 14_770_033_664),
+    ('Qwen/Qwen2.5-32B-Instruct', 32_763_876_352),
+    ('Qwen/Qwen2.5-72B-Instruct', 72_706_203_648),
+    ('Qwen/Qwen3-0.6B', 596_049_920),
+    ('Qwen/Qwen3-1.7B', 1_720_574_976),
+    ('Qwen/Qwen3-4B-Instruct-2507', 4_022_468_096),
+    ('Qwen/Qwen3-8B', 8_190_735_360),
+    ('Qwen/Qwen3-14B', 14_768_307_200),
+    ('Qwen/Qwen3-32B', 32_762_123_264),
+    ('Qwen/Qwen3-30B-A3B-Instruct-2507', 30_532_122_624),
+    ('Qwen/Qwen3-235B-A22B', 235_093_634_560),
+    ('Qwen/Qwen2.5-VL-3B-Instruct', 3_754_622_976),
+    ('Qwen/Qwen2.5-VL-7B-Instruct', 8_292_166_656),
+    ('Qwen/Qwen2.5-VL-72B-Instruct', 73_410_777_344),
+    ('meta-llama/Llama-3.1-8B-Instruct', 8_030_261_248),
+    ('meta-llama/Llama-3.3-70B-Instruct', 70_553_706_496),
+    ('deepseek-ai/DeepSeek-R1', 671_026_419_200),
+]
+
+
+@pytest.mark.parametrize(('name', 'parameters'), KNOWN)
+def test_a_model_that_is_not_here_is_known_by_its_published_sizes(name, parameters):
+    assert count(known_config(name)).total == parameters
+
+
+def test_other_names_are_not_taken_for_known_ones():
+    assert [
+        name for name in ('my/qwen3-8b-merged-v2', 'Qwen/Qwen3-9B', 'Qwen/Qwen2.5-Omni-7B', 'Qwen/Qwen3-VL-8B') if known_config(name)
+    ] == []
 
 
 def test_bytes_of_a_small_dense_model_by_hand():
@@ -165,10 +203,11 @@ def test_the_plan_has_the_estimate_and_says_when_it_does_not_fit(workplace):
     assert any('does not fit' in warning and '32 (TP 8, PP 2' in warning for warning in plan.warnings), plan.warnings
 
 
-def test_the_precision_of_the_checkpoint_counts_where_nothing_is_said(workplace):
+def test_the_precision_is_the_one_that_ms_swift_takes(workplace):
     text = '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --tuner_type full'
-    argv = text.split()
-    single = resolve(argv, {}).memory
-    half = resolve([*argv, '--torch_dtype', 'bfloat16'], {}).memory
-    assert (single['weights'], half['weights']) == (4 * 95168, 2 * 95168)
+    single = resolve([*text.split(), '--fp16', 'false', '--bf16', 'false'], {}).memory
+    half = resolve([*text.split(), '--torch_dtype', 'bfloat16'], {}).memory
+    mixed = resolve(text.split(), {})
+    assert (single['weights'], half['weights'], mixed.memory['weights']) == (4 * 95168, 2 * 95168, 2 * 95168)
     assert (single['optimizer'], half['optimizer']) == (8 * 95168, 12 * 95168)
+    assert any('fp16 mixed precision' in warning for warning in mixed.warnings)

@@ -84,13 +84,17 @@ def test_the_equal_command_has_only_names_of_megatron_rlhf_and_says_what_it_lack
         assert any(words in note for note in plan.command_notes), (words, plan.command_notes)
 
 
-def test_the_world_size_of_a_dry_run_can_be_given_and_that_of_a_run_cannot(workplace):
+def test_the_world_size_of_a_dry_run_can_be_given_and_that_of_a_run_cannot(workplace, monkeypatch):
+    monkeypatch.setattr('swift_megatron_grpo.args.doctor.accelerators', list)
     plan = resolve([*ARGV, '--dry_run', 'json', '--world_size', '16'], {})
     assert other_errors(plan) == []
     assert (plan.batch_plan.world_size, plan.batch_plan.dp_size) == (16, 8)
     assert any('--world_size 16 is for a dry run' in error for error in resolve([*ARGV, '--world_size', '16'], {}).errors)
     assert resolve(ARGV, {'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'RANK': '1'}).batch_plan.world_size == 4
     assert resolve(ARGV, {'NPROC_PER_NODE': '4', 'NNODES': '2'}).batch_plan.world_size == 8
+    assert resolve(ARGV, {'NPROC_PER_NODE': 'gpu', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}).batch_plan.world_size == 4
+    assert any('give a number' in error for error in resolve(ARGV, {'NPROC_PER_NODE': 'auto', 'PATH': ''}).errors)
+    assert any("NPROC_PER_NODE is 'four'" in error for error in resolve(ARGV, {'NPROC_PER_NODE': 'four'}).errors)
 
 
 def test_c21_planning_needs_nothing_but_the_standard_library(workplace):
@@ -173,6 +177,10 @@ def test_plan_reads_standard_input_and_yaml(workplace, capsys, monkeypatch):
     code, out, _ = run_cli(capsys, 'plan', '-', '--world_size', '8', '--json')
     assert json.loads(out)['batch_plan']['world_size'] == 8
     assert code == 0
+    yaml = 'rlhf_type: grpo\nmodel: tiny\ndataset: data.jsonl\nreward_funcs: accuracy\nbatch_check: exact\n'
+    monkeypatch.setattr('sys.stdin', io.StringIO(yaml))
+    code, out, _ = run_cli(capsys, 'plan', '-', '--world_size', '8', '--json')
+    assert (code, json.loads(out)['batch_plan']['world_size']) == (0, 8)
     (workplace / 'run.yaml').write_text(
         'rlhf_type: grpo\nmodel: tiny\ndataset: data.jsonl\nreward_funcs: accuracy\nbatch_check: exact\n', encoding='utf-8'
     )
@@ -213,3 +221,14 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(capsys, monkeypatch):
     assert code == 2
     assert 'wrong    ms-swift        4.5.0; >= 4.6 and < 4.7 is needed' in out
     assert 'missing  mcore-bridge    for training: pip install "mcore-bridge>=1.6.5,<1.7"' in out
+
+
+def test_arguments_explains_one_and_lists_the_own_ones(capsys):
+    code, out, _ = run_cli(capsys, 'arguments', '--learning_rate', 'quant-bits')
+    assert code == 0
+    assert '--learning_rate (float; default None): renamed -> lr' in out
+    assert '--quant_bits (1, 2, 3, 4, 8, float8; default None): refused. Megatron trains unquantised weights' in out
+    code, out, _ = run_cli(capsys, 'arguments')
+    assert '--dual_clip (float; default None): kept. Lower-bound clip c > 1' in out
+    code, out, _ = run_cli(capsys, 'arguments', 'learnin_rate')
+    assert (code, 'did you mean --learning_rate' in out) == (2, True)

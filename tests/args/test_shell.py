@@ -27,6 +27,7 @@ def commands(text, **environ):
         ('Y=v\na ${X:-$Y} ${X:-"p q"} ${Y:+z} ${Y-w}', ['a', 'v', 'p', 'q', 'z', 'v']),
         ('A=(x "y z"  # note\n  w)\na "${A[@]}" ${A[0]} ${#A[@]}', ['a', 'x', 'y z', 'w', 'x', '3']),
         ('A=(x)\nA+=(y)\na ${A[@]}', ['a', 'x', 'y']),
+        ('A=()\na "${A[@]}" "$@" b"${A[@]}"', ['a', 'b']),
         ('N=4\na $((N * 2 + 1)) $(( $N / 2 ))', ['a', '9', '2']),
         ('P=/x/y.json\na ${P##*/} ${P%.json} ${P/x/z}', ['a', 'y.json', '/x/y', '/z/y.json']),
         ('a > log 2>&1', ['a']),
@@ -76,6 +77,11 @@ def test_a_command_substitution_is_not_run_and_is_reported(tmp_path):
         ('python -m swift.cli.main rlhf --beta 0', ['--beta', '0'], None),
         ('CMD="swift rlhf"\n$CMD --beta 0', ['--beta', '0'], None),
         ('run() {\n  swift rlhf --beta 0\n}\nrun', ['--beta', '0'], None),
+        ('for b in 0 0.1; do\n  swift rlhf --beta $b\ndone', ['--beta', '0'], None),
+        ('swift rlhf --beta 0 "$@"', ['--beta', '0'], None),
+        ('env NPROC_PER_NODE=3 swift rlhf --beta 0', ['--beta', '0'], '3'),
+        ('accelerate launch --num_processes 16 --num_machines 2 swift/cli/rlhf.py --beta 0', ['--beta', '0'], '8'),
+        ('declare -a A=(--beta 0)\nswift rlhf "${A[@]}"', ['--beta', '0'], None),
     ],
 )
 def test_the_training_command_is_found_behind_its_launcher(text, argv, processes):

@@ -274,6 +274,8 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--temperature 0', 'more than 0'),
         ('--learning_rate -1', 'at least 0'),
         ('--learning_rate fast', 'a number'),
+        ('--num_train_epochs nan', 'a finite number'),
+        ('--warmup_steps inf', 'a finite number'),
         ('--num_generations 2.5', 'a whole number'),
         ('--scale_rewards grup', 'Did you mean group?'),
         ('--vllm_mode colocated', 'Did you mean colocate?'),
@@ -444,3 +446,46 @@ def test_every_name_of_that_list_exists():
     from swift_megatron_grpo.args.belongs import BELONGS
 
     assert [name for names, parent, _ in BELONGS for name in [*names.split(), parent] if name not in all_fields()] == []
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--tensor_model_parallel_size 2 --expert_model_parallel_size 4', 'needs --sequence_parallel true'),
+        ('--tensor_model_parallel_size 2 --expert_model_parallel_size 4 --sequence_parallel true', ''),
+        ('--expert_model_parallel_size 8', ''),
+        ('--expert_model_parallel_size 3', 'do not divide'),
+        ('--pipeline_model_parallel_size 8', ''),
+        ('--pipeline_model_parallel_size 8 --virtual_pipeline_model_parallel_size 4', 'do not divide by pipeline_model_parallel_size 8 x'),
+    ],
+)
+def test_layouts_of_a_mixture_of_experts(text, words, workplace):
+    argv = BASE.replace('--model tiny', '--model Qwen/Qwen3-30B-A3B').split()
+    plan = resolve([*argv, *text.split(), '--gradient_accumulation_steps', '8'], {'NPROC_PER_NODE': '8'})
+    errors = other_errors(plan)
+    if words:
+        assert any(words in error for error in errors), errors
+    else:
+        assert errors == []
+
+
+def test_key_value_heads_and_tensor_parallel_must_fit(workplace):
+    argv = BASE.replace('--model tiny', '--model Qwen/Qwen2.5-14B').split()
+    plan = resolve([*argv, '--tensor_model_parallel_size', '5', '--gradient_accumulation_steps', '8'], {'NPROC_PER_NODE': '5'})
+    assert any('8 key/value heads' in error for error in plan.errors), plan.errors
+
+
+def test_an_argument_that_is_said_to_be_unread_is_read_nowhere():
+    import re
+    from pathlib import Path
+
+    from swift_megatron_grpo.args.pending import UNREAD
+
+    package = Path(__file__).resolve().parents[2] / 'swift_megatron_grpo'
+    code = '\n'.join(
+        path.read_text(encoding='utf-8')
+        for path in package.rglob('*.py')
+        if path.name != 'config.py' and path.parts[-2] not in ('args', 'table')
+    )
+    for name, *_ in UNREAD:
+        assert not re.search(rf'\b{name}\b', code), f'{name} is read now: take it out of UNREAD in args/pending.py'

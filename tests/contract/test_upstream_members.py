@@ -180,7 +180,8 @@ def test_the_route_of_rlhf_is_the_file_that_the_doors_know():
     rlhf = ast.parse(source_file('swift.cli.rlhf').read_text(encoding='utf-8'))
     imported = {(absolute('swift.cli.rlhf', n), a.name) for n in ast.walk(rlhf) if isinstance(n, ast.ImportFrom) for a in n.names}
     assert imported == {('swift.cli.utils', 'try_use_single_device_mode'), ('swift.pipelines', 'rlhf_main')}
-    assert source_file('swift.cli').read_text(encoding='utf-8').replace('# Copyright (c) ModelScope Contributors. All rights reserved.', '').strip() == ''
+    text = source_file('swift.cli').read_text(encoding='utf-8')
+    assert text.replace('# Copyright (c) ModelScope Contributors. All rights reserved.', '').strip() == ''
 
 
 def test_megatrons_optimizers_ask_prepare_grads_first_and_take_no_step_where_it_says_so():

@@ -123,8 +123,8 @@ def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options
     config = ModelConfig(
         params_dtype=torch.float32, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp, overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None,
-        calculate_per_token_loss=True, **fields)
+        expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.sp,
+        overlap_p2p_comm=layout.vpp is not None, batch_p2p_comm=layout.vpp is None, calculate_per_token_loss=True, **fields)
     models = get_mcore_model(config)
     config.bridge.load_weights(models, str(folder))
     if marked:
@@ -206,7 +206,8 @@ def _wrapped(config: Any, models: list[torch.nn.Module], distributed: bool) -> t
     wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer='adam', lr=ADAM['lr'], adam_beta1=ADAM['betas'][0], adam_beta2=ADAM['betas'][1], adam_eps=ADAM['eps'],
-                        weight_decay=ADAM['weight_decay'], params_dtype=torch.float32, use_distributed_optimizer=distributed, clip_grad=1e9),
+                        weight_decay=ADAM['weight_decay'], params_dtype=torch.float32, use_distributed_optimizer=distributed,
+                        clip_grad=1e9),
         wrapped)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -327,3 +328,64 @@ def _moments(optimizer: Any) -> list[torch.Tensor]:
     chained = optimizer.chained_optimizers if hasattr(optimizer, 'chained_optimizers') else [optimizer]
     return [value for part in chained for state in part.optimizer.state.values() for key, value in sorted(state.items())
             if key in ('exp_avg', 'exp_avg_sq')]
+
+
+# ---------------------------------------------------------------- adapters
+
+ADAPTER_TARGETS = {'self_attn': ('q_proj', 'k_proj', 'v_proj', 'o_proj'), 'mlp': ('gate_proj', 'up_proj', 'down_proj')}
+
+
+def write_adapter(base: Path, folder: Path, rank: int = 4) -> Path:
+    """A PEFT adapter with random factors for every projection of a dense model; projections that Megatron fuses share their first factor."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    generator = torch.Generator().manual_seed(11)
+    weights, out = load_file(base / 'model.safetensors'), {}
+    shared: dict[str, torch.Tensor] = {}
+    for key in sorted(weights):
+        parts = key.split('.')
+        if len(parts) < 6 or parts[4] not in ADAPTER_TARGETS.get(parts[3], ()):
+            continue
+        fused = f'{parts[2]}.{parts[3]}' + (f'.{parts[4]}' if parts[4] in ('o_proj', 'down_proj') else '')
+        rows, columns = weights[key].shape
+        if fused not in shared:
+            shared[fused] = torch.randn(rank, columns, generator=generator) * 0.1
+        name = f'base_model.model.{key.removesuffix(".weight")}'
+        out[f'{name}.lora_A.weight'] = shared[fused].clone()
+        out[f'{name}.lora_B.weight'] = torch.randn(rows, rank, generator=generator) * 0.1
+    folder.mkdir(parents=True)
+    save_file(out, folder / 'adapter_model.safetensors')
+    settings = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': rank, 'lora_alpha': 8, 'lora_dropout': 0., 'bias': 'none',
+                'base_model_name_or_path': str(base), 'target_modules': [name for names in ADAPTER_TARGETS.values() for name in names]}
+    (folder / 'adapter_config.json').write_text(json.dumps(settings))
+    return folder
+
+
+def adapter_step(folder: Path, adapter: Path, layout_fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """One step of LoRA: ([norm with the plain, with the distributed optimizer], the updated adapter by PEFT name, base weights changed)."""
+    import mcore_bridge.tuners  # noqa: F401  (teaches PEFT Megatron's layers)
+    import peft
+
+    from swift_megatron_grpo.parallel_attributes import mark_tensor_parallel
+    layout = Layout(**layout_fields)
+    initialize(layout)
+    norms = []
+    for distributed in (False, True):
+        config, models = build_models(folder, layout, marked=False)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2'])
+        for model in models:
+            peft.get_peft_model(model, settings)
+        config.bridge.load_weights(models, str(adapter), peft_format=True)
+        mark_tensor_parallel(models)
+        frozen = [(p, p.detach().clone()) for model in models for p in model.parameters() if not p.requires_grad]
+        wrapped, optimizer = _wrapped(config, models, distributed)
+        for chunk in wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        Step(layout, config, config.padded_vocab_size, True).run(wrapped, forward_only=False)
+        _, norm, _ = optimizer.step()
+        norms.append(float(norm))
+    updated = {name: value.clone() for name, value in config.bridge.export_weights(models, peft_format=True)}
+    return norms, updated, sum(not torch.equal(p, before) for p, before in frozen)

@@ -154,7 +154,7 @@ def collectives():
     summed = torch.zeros(3 - rank)
     dist.reduce_scatter(summed, list((torch.arange(5.) * (rank + 1)).split([3, 2])))
     moved = torch.zeros(4 if rank else 2)
-    sizes = torch.tensor([1, 2] if rank == 0 else [1, 2])
+    sizes = torch.tensor([1, 2])
     dist.all_to_all_single(moved, torch.arange(3.) + 10 * rank, torch.tensor([2, 2]) if rank else torch.tensor([1, 1]), sizes)
     gathered = gather_object([rank])
     sent = [f'from {rank}']
@@ -214,9 +214,12 @@ def test_what_the_stand_in_lacks_is_missing_and_not_pretended(ranks):
 
 def test_every_argument_that_needs_a_gpu_is_named_in_one_error():
     with pytest.raises(UserError) as caught:
-        limits.refuse_unsupported({'fp8_format': 'hybrid', 'tp_comm_overlap': True, 'moe_token_dispatcher_type': 'flex', 'micro_batch_size': 2})
+        limits.refuse_unsupported({'fp8_format': 'hybrid', 'tp_comm_overlap': True, 'moe_token_dispatcher_type': 'flex',
+                                   'micro_batch_size': 2})
     lines = str(caught.value).splitlines()
-    assert [line.split(':')[0].strip() for line in lines[1:-1]] == ['fp8_format=hybrid', 'tp_comm_overlap=True', 'moe_token_dispatcher_type=flex']
+    assert [line.split(':')[0].strip() for line in lines[1:-1]] == [
+        'fp8_format=hybrid', 'tp_comm_overlap=True', 'moe_token_dispatcher_type=flex'
+    ]
     assert 'moe_token_dispatcher_type alltoall' in str(caught.value)
 
 

@@ -190,7 +190,8 @@ def test_segments_carry_the_padded_place_and_the_real_length():
     assert [(s.offset, s.size, s.length) for s in found] == [(0, 4, 3), (4, 4, 2)]
 
 
-@pytest.mark.parametrize('options, message', [({'return_max_logit': True}, 'return_max_logit'), ({'softmax_type': 'odd'}, 'softmax_type odd')])
+@pytest.mark.parametrize('options, message', [({'return_max_logit': True}, 'return_max_logit'),
+                                              ({'softmax_type': 'odd'}, 'softmax_type odd')])
 def test_what_has_no_stand_in_is_refused_by_name(options, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
         build(**options)

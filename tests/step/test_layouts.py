@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.step.training import Outcome, arguments, train, write_rollouts
 

@@ -1,5 +1,4 @@
 """Router replay: training goes to the experts that the old pass chose, layer by layer, in every layout."""
-from pathlib import Path
 from typing import Any
 
 import pytest

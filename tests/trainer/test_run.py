@@ -62,3 +62,13 @@ def test_no_forward_is_run_that_is_not_needed(run: Any, rollouts: Path, changes:
               'padding_free': 'false', **changes}
     outcome, _ = run(f'count-{sorted(changes.items())}'.replace(' ', '').replace("'", ''), rollouts=rollouts, **values)
     assert (outcome.forwards, outcome.reference_forwards) == (forwards, reference_forwards)
+
+
+def test_dropout_and_rank_stabilised_scaling_of_an_adapter_have_an_effect(run: Any, rollouts: Path) -> None:
+    lora = {'rollouts': rollouts, 'tuner_type': 'lora', 'lora_rank': 4, 'train_iters': 1, 'global_batch_size': 16, 'clip_grad': 100.0}
+    plain, _ = run('adapter', **lora)
+    dropped, _ = run('adapter-dropout', **lora, lora_dropout=0.5)
+    stabilised, _ = run('adapter-rslora', **lora, use_rslora='true')
+    assert abs(dropped.column('grad_norm')[0] / plain.column('grad_norm')[0] - 1) > 1e-3
+    # B starts at zero, so only B has a gradient, and it is proportional to the scaling: alpha / sqrt(r) against alpha / r
+    assert stabilised.column('grad_norm')[0] == pytest.approx(2 * plain.column('grad_norm')[0], rel=1e-4)

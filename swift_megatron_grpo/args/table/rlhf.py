@@ -65,7 +65,7 @@ sleep_level | both | int | 0 | 0 | kept | - | 0 with a server, with async_genera
 move_model_batches | both | int | null | null | no_effect | - | weights always travel in buckets (--weight_sync_bucket_mb)
 offload_optimizer | both | bool | false | false | kept | - |
 offload_model | both | bool | false | false | kept | - |
-wandb_log_unique_prompts | both | bool | null | null | kept | - |
+wandb_log_unique_prompts | both | bool | null | null | no_effect | - | completions.jsonl holds every completion once
 generation_batch_size | both | int | null | null | kept | - | completions of one generation
 steps_per_generation | both | int | null | null | converted | - | micro-steps in swift rlhf, optimizer steps here; the optimizer steps a generation are kept
 teacher_tag_key | both | str | "dataset" | "dataset" | kept | - |

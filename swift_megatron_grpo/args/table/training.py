@@ -177,7 +177,7 @@ swanlab_smtp_port | swift | int | null | - | no_effect | - | the Megatron logger
 swanlab_email_language | swift | str | "zh" | - | no_effect | - | the Megatron logger reads swanlab_project and swanlab_exp_name; set SWANLAB_API_KEY and SWANLAB_MODE in the environment
 swanlab_mode | swift | str{cloud,local} | "cloud" | - | no_effect | - | the Megatron logger reads swanlab_project and swanlab_exp_name; set SWANLAB_API_KEY and SWANLAB_MODE in the environment
 add_version | both | bool | true | true | kept | - |
-create_checkpoint_symlink | both | bool | false | false | kept | - |
+create_checkpoint_symlink | both | bool | false | false | refused | - | Megatron training never made the link, in ms-swift neither; link the folder after the run
 zero_hpz_partition_size | swift | int | null | - | no_effect | - | Megatron's layout and distributed optimizer take the place of DeepSpeed and FSDP
 deepspeed_autotp_size | swift | int | null | - | no_effect | - | Megatron's layout and distributed optimizer take the place of DeepSpeed and FSDP
 """

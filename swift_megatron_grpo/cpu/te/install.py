@@ -2,6 +2,7 @@
 import contextlib
 import enum
 import importlib.machinery
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_
     if bounds[-1] != total_tokens:
         raise ValueError(f'cu_seqlens ends at {bounds[-1]}, the buffer has {total_tokens} tokens')
     parts = []
-    for start, end in zip(bounds, bounds[1:]):
+    for start, end in itertools.pairwise(bounds):
         chunk = (end - start) // (2 * cp_size)
         for index in (rank, 2 * cp_size - 1 - rank):
             parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, dtype=torch.int32))

@@ -63,7 +63,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, distribute_saved_activa
     ignored. All ranks of the group call it in the same order, as they call `function`.
     """
     if distribute_saved_activations:
-        raise NotImplementedError('CPU platform: recomputation does not distribute saved activations; set distribute_saved_activations false')
+        raise NotImplementedError('CPU platform: recomputation keeps its input whole; set distribute_saved_activations false')
     if get_rng_state_tracker is None:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     tracker = get_rng_state_tracker()

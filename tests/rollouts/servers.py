@@ -1,0 +1,56 @@
+"""`swift rollout` servers for tests: started here, bound to 127.0.0.1, ended by their own process group."""
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SERVE = Path(__file__).with_name('serve.py')
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    def wait_until_ready(self, seconds: float = 300.) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(OSError), urllib.request.urlopen(f'http://127.0.0.1:{self.port}/health/', timeout=2) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError('the rollout server did not start:\n' + self.log.read_text(errors='replace')[-3000:])
+
+    def end(self) -> None:
+        """This server and the engine processes that it started; it leads a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start(model: Path, folder: Path, *, port: int | None = None, **arguments: Any) -> Server:
+    port = port or free_port()
+    values = {'model': model, 'model_type': 'qwen3', 'template': 'chatml', 'use_hf': 'true', 'host': '127.0.0.1', 'port': port,
+              'torch_dtype': 'float32', 'vllm_max_model_len': 256, 'vllm_enforce_eager': 'true', **arguments}
+    log = folder / f'server-{port}-{time.monotonic_ns()}.log'
+    with open(log, 'wb') as out:
+        process = subprocess.Popen([sys.executable, str(SERVE), *(str(x) for name, value in values.items() for x in (f'--{name}', value))],
+                                   stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                                   env=dict(os.environ, OMP_NUM_THREADS='1'))
+    return Server(process=process, port=port, log=log)

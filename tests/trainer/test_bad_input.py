@@ -1,0 +1,73 @@
+"""Bad input ends with one clear error, exit code not 0, soon, and leaves no half-written checkpoint. Real processes, as a user starts them."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import REPOSITORY
+from tests.step.training import arguments
+
+RAISING = '''
+from swift.rewards import ORM, orms
+
+
+class Raising(ORM):
+
+    def __call__(self, completions, solution=None, **kwargs):
+        raise ZeroDivisionError('no answer is worth this')
+
+
+class Short(ORM):
+
+    def __call__(self, completions, **kwargs):
+        return [1.0]
+
+
+orms['raising'] = Raising
+orms['short'] = Short
+'''
+
+
+def launch(argv: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(processes)]
+    environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'USE_HF': '1',
+                   'MODELSCOPE_OFFLINE': '1'}
+    return subprocess.run([*launcher, str(REPOSITORY / 'swift_megatron_grpo/hooks/worker.py'), *argv], env=environment, text=True,
+                          capture_output=True, timeout=300)
+
+
+def test_a_reward_function_that_raises_stops_both_ranks_with_its_name(tiny_model: Any, tmp_path: Path) -> None:
+    plugin = tmp_path / 'raising_reward.py'
+    plugin.write_text(RAISING)
+    argv = arguments(tmp_path, tiny_model('qwen3'), external_plugins=plugin, reward_funcs='raising', micro_batch_size=2, save_strategy='steps',
+                     save_steps=1)
+    done = launch(argv, processes=2)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith('error:')]
+    assert errors and all('Raising' in line and 'no answer is worth this' in line and 'raising_reward.py' in line for line in errors)
+    assert not list((tmp_path / 'out').glob('*checkpoint*'))
+
+
+def test_a_reward_function_that_returns_too_few_values_is_named_with_both_counts(tiny_model: Any, tmp_path: Path) -> None:
+    plugin = tmp_path / 'short_reward.py'
+    plugin.write_text(RAISING)
+    done = launch(arguments(tmp_path, tiny_model('qwen3'), external_plugins=plugin, reward_funcs='short'))
+    assert done.returncode == 1
+    assert 'reward function Short returned 1 values for 8 rollouts' in done.stderr
+
+
+@pytest.mark.parametrize('changes, words', [
+    ({'reward_funcs': 'digitz'}, ("unknown reward function 'digitz'", 'digits')),
+    ({'teacher_model': 'x'}, ('--teacher_model x', 'not available')),
+])
+def test_what_cannot_work_is_refused_before_a_model_is_built(tiny_model: Any, tmp_path: Path, changes: dict[str, Any],
+                                                             words: tuple[str, ...]) -> None:
+    done = launch(arguments(tmp_path, tiny_model('qwen3'), **changes))
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr[-2000:]
+    assert 'Traceback' not in done.stderr
