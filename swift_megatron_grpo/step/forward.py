@@ -131,11 +131,11 @@ class PolicyForward:
                 batch.pop(key, None)
             self.counters.forwards += 1
             self.counters.positions += micro_batch.num_positions
-            with self.routes.around_forward(micro_batch, gpt_model) if self.routes is not None else contextlib.nullcontext():
-                hidden = model(**batch)
             packed = batch.get('packed_seq_params')
-            head = self.heads.get(id(gpt_model))
             cu_seqlens = packed.cu_seqlens_q if packed is not None else None
+            with self.routes.around_forward(micro_batch, gpt_model, cu_seqlens) if self.routes is not None else contextlib.nullcontext():
+                hidden = model(**batch)
+            head = self.heads.get(id(gpt_model))
             return hidden, lambda output: loss_func(micro_batch, cu_seqlens, head, output)
 
         iterators = [iter(micro_batches) for _ in self.models]

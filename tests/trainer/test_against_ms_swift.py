@@ -20,9 +20,8 @@ RUNS: dict[str, list[str]] = {
     'dapo': ['--loss_type', 'dapo', '--epsilon_high', '0.001', '--epsilon', '0.001'],
     'cispo': ['--loss_type', 'cispo', '--epsilon_high', '1.001'],
     'sapo': ['--loss_type', 'sapo', '--advantage_estimator', 'rloo', '--kl_in_reward', 'true'],
-    'real': ['--loss_type', 'real'],
-    'fipo': ['--loss_type', 'fipo', '--rollout_importance_sampling_mode', 'token_truncate'],
-}
+    'truncated': ['--rollout_importance_sampling_mode', 'token_truncate', '--rollout_importance_sampling_threshold', '1.2'],
+}  # ms-swift 4.6.0 refuses real and fipo in a whole run: it takes every run for one with a teacher. step/test_loss_against_ms_swift.py has them.
 RATE = 0.05
 
 
