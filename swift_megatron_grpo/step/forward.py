@@ -103,6 +103,15 @@ class PolicyForward:
             if head is not None:
                 self.heads[id(gpt_model)] = head
 
+    @contextlib.contextmanager
+    def free_routing(self) -> Iterator[None]:
+        """While the body runs, no expert choice is replayed: for a reference or teacher that is the policy without its adapter."""
+        routes, self.routes = self.routes, None
+        try:
+            yield
+        finally:
+            self.routes = routes
+
     def run(self, micro_batches: Sequence[MicroBatch], consumer: Consumer, *, forward_only: bool) -> None:
         """One run of Megatron's schedule. All ranks, collective; every rank brings the same number of micro-batches.
 

@@ -37,7 +37,7 @@ class RouteBook:
         sequence_parallel: whether tensor-parallel ranks hold a part of each sequence.
 
     While `record` is open a forward records; afterwards a forward on a micro-batch with recorded routes replays them, and any other routes
-    freely. It is given to the policy's forward only, so a reference or teacher on the same micro-batches is not touched.
+    freely. It is given to the policy's forward only; a reference or teacher on the same micro-batches routes freely.
     """
 
     def __init__(self, mode: str, topology: Topology, *, cp_partition_mode: str = 'zigzag', sequence_parallel: bool = False) -> None:
