@@ -113,7 +113,8 @@ def measure(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactor
         key = layout or 'one process'
         if key not in known:
             changes = LAYOUTS[layout] if layout else {}
-            argv = arguments(work, tiny_model('qwen3'), rollouts, **{'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, **sgd, **changes})
+            argv = arguments(work, tiny_model('qwen3'), rollouts, **{
+                'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, 'ref_model': tiny_model('qwen3', seed=1), **sgd, **changes})
             known[key] = ranks.run(losses_at_moved_weights, argv, world_size=4 if layout else 1, deadline=400.)[-1]
         return known[key]
 

@@ -117,7 +117,7 @@ def replay_without_a_route() -> None:
 
 
 def test_the_engines_routes_are_followed_token_by_token_and_layer_by_layer(run: Any, tmp_path: Path) -> None:
-    outcome, forwards = run(micro_batch_size=1, recompute_granularity='none', padding_free='false', router_replay_mode='R3', global_batch_size=16)
+    outcome, forwards = run(micro_batch_size=1, recompute_granularity='none', padding_free='false', router_replay_mode='R3', global_batch_size=16, train_iters=1)
     path = next(Path(tmp_path).parent.glob('routing*/rollouts/generation-000000.jsonl'))
     wanted = {len(row['routed_experts']): row['routed_experts'] for row in map(json.loads, path.read_text().splitlines()[1:])}
     checked = 0
