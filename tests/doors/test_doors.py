@@ -182,7 +182,7 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
             os.killpg(process.pid, number)  # Ctrl-C: the terminal signals the whole group
         else:
             process.send_signal(number)
-        _, stderr = process.communicate(timeout=45)
+        _, stderr = process.communicate(timeout=100)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
