@@ -183,7 +183,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if self.engine is None or version == self.engine.version:
             return
         self.ahead.drain()
-        with deadline('Weight sync', self.args.sync_timeout, rank=self.topology.rank):
+        # Servers that do not take a step of a sync within the limit are dropped by the engine itself, and the sync goes on without them.
+        factor = 3 if self.engine.keeps_deadlines else 1
+        with deadline('Weight sync', factor * self.args.sync_timeout, rank=self.topology.rank):
             self.sync.run(version)
 
     def _verify_engine(self, scored: ScoredRollouts, steps: list[StepBatch]) -> None:

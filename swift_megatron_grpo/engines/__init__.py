@@ -39,6 +39,11 @@ def check_arguments(args: Any) -> None:
     if served:
         from .vllm_server import addresses
         addresses(args)
+    if args.multi_turn_scheduler is not None and not served:  # a server has its own, unless it has none
+        from ..step.turns import check_scheduler
+        check_scheduler(args.multi_turn_scheduler)
+    if args.use_gym_env and not served and args.multi_turn_scheduler is None:
+        raise UserError('--use_gym_env true needs a scheduler that talks to the environment: --multi_turn_scheduler gym_scheduler --gym_env NAME.')
     if args.async_generate and not served:
         raise UserError('--async_generate true needs --vllm_mode server: an engine on these devices cannot sample while they train.')
     if args.async_generate and args.rollout_importance_sampling_mode is None and not args.allow_uncorrected_async:

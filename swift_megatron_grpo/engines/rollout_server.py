@@ -189,8 +189,10 @@ class SwiftRolloutServer:
         within(self.sync_timeout, f'{what} (--sync_timeout)', lambda: action(client))
 
     def _set_version(self, version: int) -> None:
-        assert self.client is not None
-        self.client.pynccl_comms[0].group.store.set(VERSION_KEY, str(version))
+        client = self.client
+        if client is None or self._gone:
+            raise ServerGone(self._gone or 'it is not connected')
+        within(self.server_timeout, 'the version (--server_timeout)', lambda: client.pynccl_comms[0].group.store.set(VERSION_KEY, str(version)))
 
     def version(self) -> int:
         """As the engine's process has it. ServerGone where that process is not the one that got the weights."""

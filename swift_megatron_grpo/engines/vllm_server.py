@@ -91,7 +91,7 @@ class VllmServerEngine(RolloutEngine):
             self.pool = ServerPool(servers, say=logger.warning)
             self.pool.start()
             kinds = [server.kind for server in servers]
-            return (all(bool(kind.get('enable_lora')) for kind in kinds),
+            return (any(bool(kind.get('enable_lora')) for kind in kinds),
                     all(kind['engine_type'] == 'LLMEngine' for kind in kinds) and all(server.world_size == 1 for server in servers),
                     any(bool(kind.get('enable_multi_turn')) for kind in kinds), any(bool(kind.get('use_gym_env')) for kind in kinds))
 
@@ -99,6 +99,9 @@ class VllmServerEngine(RolloutEngine):
         if gym_env != bool(args.use_gym_env):
             raise UserError(f'The rollout server runs with use_gym_env {str(gym_env).lower()}, this run with {str(bool(args.use_gym_env)).lower()}: '
                             'the reward of an environment comes from the server. Give --use_gym_env to both, or to neither.')
+        if lora and args.tuner_type != 'lora':
+            raise UserError(f'The rollout server runs with vllm_enable_lora true, but --tuner_type {args.tuner_type} sends no adapter: one that an '
+                            'earlier run left there would go on acting. Start the server without --vllm_enable_lora.')
         self.takes_adapters = lora and args.tuner_type == 'lora'
         if args.vllm_enable_lora and args.tuner_type == 'lora' and not lora:
             raise UserError('--vllm_enable_lora true: start the server with `swift rollout ... --vllm_enable_lora true --vllm_max_lora_rank '
@@ -130,7 +133,7 @@ class VllmServerEngine(RolloutEngine):
                     failure = error
 
         if self.talks:
-            attempt(lambda: self._each('invalidate', lambda server: server.invalidate()))
+            attempt(lambda: self._each('Weight sync', lambda server: server.invalidate()))
         for bucket in buckets:
             count += len(bucket)
             if not self.talks:

@@ -88,16 +88,20 @@ class _OtherRankFailed(Exception):
     """Its text is the error of the rank that failed."""
 
 
-def _scheduler(args: Any, template: Template) -> Any:
-    """As ms-swift makes it; a plug-in registers its own in swift.rollout.multi_turns."""
-    name = args.multi_turn_scheduler
+def check_scheduler(name: str) -> None:
+    """UserError for a scheduler that nobody registered. Pure; plug-ins have been imported."""
     if name not in multi_turns:
         import difflib
         near = difflib.get_close_matches(name, list(multi_turns), n=3)
         raise UserError(f'--multi_turn_scheduler: unknown scheduler {name!r}.' + (f' Did you mean {" or ".join(near)}?' if near else '') +
                         f' Known: {", ".join(sorted(multi_turns))}. One of your own is registered as multi_turns[{name!r}] in a file given by '
                         '--external_plugins.')
+
+
+def _scheduler(args: Any, template: Template) -> Any:
+    """As ms-swift makes it; a plug-in registers its own in swift.rollout.multi_turns."""
+    check_scheduler(args.multi_turn_scheduler)
     kwargs = {'max_turns': args.max_turns, 'tokenizer': template.tokenizer, 'template': template}
     if args.gym_env is not None:
         kwargs['gym_env'] = args.gym_env
-    return multi_turns[name](**kwargs)
+    return multi_turns[args.multi_turn_scheduler](**kwargs)

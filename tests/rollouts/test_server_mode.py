@@ -16,6 +16,7 @@ from tests.step.training import arguments, train
 
 pytest.importorskip('vllm')
 
+LORA = {'tuner_type': 'lora', 'lora_rank': 4, 'target_modules': 'all-linear', 'lr': 1e-2}
 PROMPTS = ('what is 1 + 1?', 'compute 17 - 9')
 
 
@@ -26,6 +27,16 @@ def model(tiny_model: Any) -> Path:
 
 @pytest.fixture(scope='module')
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = start(model, tmp_path_factory.mktemp('server'))
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.end()
+
+
+@pytest.fixture(scope='module')
+def adapter_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start(model, tmp_path_factory.mktemp('server'), vllm_enable_lora='true', vllm_max_lora_rank=8)
     try:
         running.wait_until_ready()
@@ -52,6 +63,7 @@ def greedy_of(trainer: Any) -> list[tuple[list[int], list[float]]]:
 def train_and_ask(argv: list[str]) -> dict[str, Any]:
     """A training; then the weights of its end are sent, and greedy answers are asked for."""
     trainer, datasets = trainer_and_data(argv)
+    trainer.sync.max_bucket_bytes = 50_000
     close, trainer.engine.close = trainer.engine.close, lambda: None
     trainer.train(*datasets)
     trainer.sync_weights()
@@ -63,21 +75,32 @@ def train_and_ask(argv: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize('name, world_size, changes', [
-    ('full, tensor parallel', 2, {'tensor_model_parallel_size': 2, 'weight_sync_bucket_mb': 0.05}),
-    ('adapter alone', 1, {'tuner_type': 'lora', 'lora_rank': 4, 'target_modules': 'all-linear', 'lr': 1e-2}),
-])
-def test_after_training_the_server_answers_as_transformers_does(ranks: Any, model: Path, server: Server, tmp_path: Path, name: str,
-                                                                world_size: int, changes: dict[str, Any]) -> None:
-    argv = arguments(tmp_path, model, **served(server, **changes))
-    results = ranks.run(train_and_ask, argv, world_size=world_size, deadline=400.)
+def check_answers(model: Path, results: list[dict[str, Any]]) -> None:
     result = results[-1]
     assert all(other['greedy'] == result['greedy'] for other in results)
-    assert (result['kind'], result['buckets'] > 3) == (('full', True) if name.startswith('full') else ('adapter', False))
     expected = greedy_of_transformers(model, result['weights'], PROMPTS, 12)
     assert [tokens for tokens, _ in result['greedy']] == [tokens for tokens, _ in expected]
     for (_, got), (_, want) in zip(result['greedy'], expected):
         assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_after_training_the_server_answers_as_transformers_does(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, model, **served(server, tensor_model_parallel_size=2))
+    results = ranks.run(train_and_ask, argv, world_size=2, deadline=400.)
+    assert results[0]['kind'] == 'full' and results[0]['buckets'] > 3
+    check_answers(model, results)
+
+
+def test_a_server_with_an_adapter_answers_as_base_and_adapter_do(ranks: Any, model: Path, adapter_server: Server, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, model, **served(adapter_server, **LORA))
+    results = ranks.run(train_and_ask, argv, world_size=1, deadline=400.)
+    assert results[0]['kind'] == 'adapter'
+    check_answers(model, results)
+
+
+def test_a_server_of_adapters_is_refused_by_a_run_that_sends_none(ranks: Any, model: Path, adapter_server: Server, tmp_path: Path) -> None:
+    error = ranks.run(error_of, arguments(tmp_path, model, **served(adapter_server)), world_size=1, deadline=200.)[0]
+    assert error.startswith('UserError: The rollout server runs with vllm_enable_lora true, but --tuner_type full sends no adapter')
 
 
 def test_one_generation_ahead(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:
@@ -94,37 +117,19 @@ def test_one_generation_ahead(ranks: Any, model: Path, server: Server, tmp_path:
     assert ahead.column('reward')[0] == plain.column('reward')[0] and ahead.column('reward')[2:] != plain.column('reward')[2:]
 
 
-def train_and_lose_it(argv: list[str], pid: int, where: str) -> dict[str, Any]:
-    """The server's process group is killed at the second generation: while it samples, or in the weight sync before."""
+def train_and_lose_it(argv: list[str], pid: int) -> dict[str, Any]:
+    """The server's process group is killed while it samples the second generation."""
     import torch.distributed as dist
     trainer, datasets = trainer_and_data(argv)
-    talks = dist.get_rank() == dist.get_world_size() - 1
+    start_phase = trainer.engine.start
 
-    def kill() -> None:
-        os.killpg(pid, signal.SIGKILL)
+    def start(requests: Any, sampling: Any) -> Any:
+        pending = start_phase(requests, sampling)
+        if dist.get_rank() == dist.get_world_size() - 1 and trainer.state.iteration == 1:
+            threading.Timer(0.05, os.killpg, (pid, signal.SIGKILL)).start()
+        return pending
 
-    if where == 'generation':
-        start_phase = trainer.engine.start
-
-        def start(requests: Any, sampling: Any) -> Any:
-            pending = start_phase(requests, sampling)
-            if talks and trainer.state.iteration == 1:
-                threading.Timer(0.05, kill).start()
-            return pending
-
-        trainer.engine.start = start
-    else:
-        load_weights = trainer.engine.load_weights
-
-        def load(buckets: Any, version: int) -> int:
-            def interrupted() -> Any:
-                for number, bucket in enumerate(buckets):
-                    if talks and version == 1 and number == 1:
-                        kill()
-                    yield bucket
-            return load_weights(interrupted(), version)
-
-        trainer.engine.load_weights = load
+    trainer.engine.start = start
     try:
         trainer.train(*datasets)
     except Exception as error:
@@ -132,22 +137,61 @@ def train_and_lose_it(argv: list[str], pid: int, where: str) -> dict[str, Any]:
     return {'type': '', 'error': '', 'iteration': trainer.state.iteration}
 
 
-@pytest.mark.parametrize('where, world_size', [('generation', 2), ('sync', 1)])
-def test_a_server_that_is_killed_leaves_a_checkpoint_and_a_named_error(ranks: Any, model: Path, tmp_path: Path, where: str,
-                                                                       world_size: int) -> None:
-    running = start(model, tmp_path)
-    try:
-        running.wait_until_ready()
-        argv = arguments(tmp_path, model, **served(running, max_completion_length=200, max_length=32, save_strategy='steps', save_steps=100,
-                                                   weight_sync_bucket_mb=0.05, tensor_model_parallel_size=world_size))
-        results = ranks.run(train_and_lose_it, argv, running.process.pid, where, world_size=world_size, deadline=300.)
-    finally:
-        running.end()
+def test_a_server_that_is_killed_leaves_a_checkpoint_and_a_named_error(ranks: Any, model: Path, adapter_server: Server,
+                                                                       tmp_path: Path) -> None:  # the last test of this server
+    argv = arguments(tmp_path, model, **served(adapter_server, **LORA, max_completion_length=200, max_length=32, save_strategy='steps',
+                                               save_steps=100, tensor_model_parallel_size=2))
+    results = ranks.run(train_and_lose_it, argv, adapter_server.process.pid, world_size=2, deadline=300.)
     for result in results:
-        assert result['type'] == 'RunError' and result['iteration'] == 1
+        assert result['type'] == 'RunError' and result['iteration'] == 1, result
         assert 'no rollout server is left' in result['error'] and 'stops after 1 optimizer steps' in result['error']
     folder = tmp_path / 'out' / 'checkpoint-1'
     assert str(folder) in results[0]['error'] and (folder / 'trainer_state.json').exists()
+
+
+def lose_one_in_a_sync(argv: list[str], pid: int) -> dict[str, Any]:
+    """Two servers; the second one is killed between two buckets of the second sync."""
+    trainer, datasets = trainer_and_data(argv)
+    trainer.sync.max_bucket_bytes = 50_000
+    load_weights, close = trainer.engine.load_weights, trainer.engine.close
+    state: dict[str, Any] = {}
+
+    def load(buckets: Any, version: int) -> int:
+
+        def interrupted() -> Any:
+            for number, bucket in enumerate(buckets):
+                if version == 1 and number == 2:
+                    os.killpg(pid, signal.SIGKILL)
+                    time.sleep(0.5)
+                yield bucket
+
+        count = load_weights(interrupted(), version)
+        state[version] = sorted(server.name for server in trainer.engine.pool.alive)
+        return count
+
+    def looked_at() -> None:
+        state['lost'] = dict(trainer.engine.pool.lost)
+        close()
+
+    trainer.engine.load_weights, trainer.engine.close = load, looked_at
+    trainer.train(*datasets)
+    return {**state, 'iteration': trainer.state.iteration}
+
+
+def test_a_server_that_is_killed_in_a_sync_is_dropped_and_the_run_goes_on(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:
+    second = start(model, tmp_path)
+    try:
+        second.wait_until_ready()
+        argv = arguments(tmp_path, model, **served(server, vllm_server_host=['127.0.0.1', '127.0.0.1'],
+                                                   vllm_server_port=[server.port, second.port],
+                                                   vllm_server_group_port=[free_port(), free_port()]))
+        state = ranks.run(lose_one_in_a_sync, argv, second.process.pid, world_size=1, deadline=300.)[0]
+    finally:
+        second.end()
+    both = sorted(f'http://127.0.0.1:{port}' for port in (server.port, second.port))
+    one = [f'http://127.0.0.1:{server.port}']
+    assert (state[0], state[1], state[2]) == (both, one, one) and state['iteration'] == 3
+    assert list(state['lost']) == [f'http://127.0.0.1:{second.port}'] and state['lost'][f'http://127.0.0.1:{second.port}'].startswith('Weight sync')
 
 
 def error_of(argv: list[str]) -> str:
