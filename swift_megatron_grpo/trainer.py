@@ -248,6 +248,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         mark_tensor_parallel(models)
         return peft_models
 
+    def prepare_model(self) -> None:
+        super().prepare_model()
+        leave_it_to_the_gate(self.wrapped_models)
+
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
