@@ -128,7 +128,7 @@ class RankPool:
         self._directory: Path | None = None
         self._cases = 0
 
-    def run(self, function: Callable[..., Any] | str, *args: Any, world_size: int, deadline: float = 120., **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any] | str, *args: Any, world_size: int, deadline: float = 240., **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on ranks 0 to world_size-1 at once; returns their results in rank order.
 
         Raises what the first failing rank raised; RankFailure after `deadline` seconds (start of new workers not counted).
