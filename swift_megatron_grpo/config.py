@@ -20,7 +20,6 @@ _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iter
 # Arguments whose part of the trainer is not finished: refused by name, never accepted and ignored. (name, values that ask for nothing, what
 # to do instead)
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('router_replay_mode', ('disabled', 'R2'), 'use R2, or leave it out'),
     ('async_save', (False, ), 'leave it out: checkpoints are moved into place when they are complete'),
     ('use_megatron_fsdp', (False, ), 'use the distributed optimizer'),
 )
@@ -114,6 +113,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             value = getattr(self, name)
             if value not in harmless:
                 raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
+        if self.router_replay_mode == 'R3' and not self.use_vllm and self.replay_rollouts is None:
+            raise UserError('--router_replay_mode R3 replays the expert choices of vLLM, and --use_vllm is false. Use R2, or --use_vllm true.')
         if self.router_replay_mode == 'R2' and self.max_tokens_per_forward_only_micro_batch is not None:
             raise UserError(f'--router_replay_mode R2 records in passes without gradient what training replays, so both need the same micro-batches: '
                             f'leave out --max_tokens_per_forward_only_micro_batch {self.max_tokens_per_forward_only_micro_batch}.')

@@ -169,7 +169,7 @@ class Reference:
 
     def logprobs(self, steps: Sequence[StepBatch]) -> list[torch.Tensor]:
         """ref_logprobs_K of each step, own tokens filled in. All ranks, collective: one forward-only run of the schedule."""
-        with self._reference_weights():
+        with self._reference_weights(), self.forward.free_routing():
             return [logprobs for logprobs, _ in collect_logprobs(self.forward, steps, self.device)]
 
 

@@ -100,7 +100,7 @@ class LocalTeacher:
 
     def logprobs(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> list[torch.Tensor]:
         """teacher_logprobs_K of each step, float32, own tokens filled in. All ranks, collective: one forward-only run of the schedule."""
-        with self._teacher_weights():
+        with self._teacher_weights(), self.forward.free_routing():
             return [logprobs_K for logprobs_K, _ in collect_logprobs(self.forward, steps, self.device)]
 
 

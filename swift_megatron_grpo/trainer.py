@@ -64,7 +64,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.device = torch.device(get_current_device())
         self.topology = build_topology()
         self.rewarder = Rewarder(args, self.state, load_reward_models(args, self.device))
-        routes = RouteBook() if self.enable_routing_replay else None
+        routes = RouteBook(args.router_replay_mode, self.topology, cp_partition_mode=args.cp_partition_mode,
+                           sequence_parallel=args.sequence_parallel) if self.enable_routing_replay else None
         self.policy = PolicyForward(self, self.wrapped_models, self.topology, args.temperature, routes)
         self.reference = Reference(self, self.topology, self.policy, self.device) if args.beta != 0.0 else None
         self.teacher = build_teacher(self, self.topology, self.policy, self.device)
@@ -315,7 +316,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
         if self.progress.updates_in_generation == 0:
             return None
-        if self.policy.routes is not None:
+        if self.policy.routes is not None and self.policy.routes.mode == 'R2':
             logger.warning('router_replay_mode R2: a checkpoint holds no expert choices; the rest of this generation is trained without replay.')
         scored, logprobs = checkpoint.read_pending(self.args.resume_from_checkpoint, self.rewarder.names)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}

@@ -109,7 +109,9 @@ class MicroBatch:
     logit_positions_C: torch.Tensor  # int64
     token_index_C: torch.Tensor  # int64
     sequence_ids_C: torch.Tensor  # int64, 0 .. S-1, row of the micro-batch
-    # Router replay: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]
+    # Router replay R3: experts that the engine chose, int16 [rows, positions of a row, layers, top-k]
+    rollout_routes: torch.Tensor | None = None
+    # Router replay R2: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]
     routes: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 

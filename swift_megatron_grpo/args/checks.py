@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from . import lr as lr_schedule
-from . import model_files, rewards
+from . import model_files
+from .doctor import in_range, installed_version
+from .engine_checks import engine
 from .path_checks import paths
+from .registries import unknown_name
 from .translation import Translation
 
 HF_SCHEDULE = ('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio')
@@ -67,7 +69,7 @@ RANGES = (
 
 def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
-    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, paths):
+    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, newer_megatron, paths):
         check(t)
     if config is not None:
         against_model(t, config)
@@ -140,73 +142,6 @@ def ranges(t: Translation) -> None:
         t.errors.append('--bf16 true and --fp16 true are both given; choose one.')
 
 
-def engine(t: Translation) -> None:
-    """Engine arguments that contradict each other."""
-    use_vllm, mode = t.effective('use_vllm'), t.effective('vllm_mode')
-    hosts = [name for name in ('vllm_server_host', 'vllm_server_base_url') if t.effective(name)]
-    if use_vllm and mode is None:
-        t.errors.append(
-            '--use_vllm true needs --vllm_mode: colocate (the engine shares these devices) or server (with --vllm_server_host).'
-        )
-    if mode is not None and not use_vllm:
-        t.errors.append(f'--vllm_mode {mode} is given with --use_vllm false. Leave --use_vllm out, or leave --vllm_mode out.')
-    if hosts and mode == 'colocate':
-        t.errors.append(
-            f'--vllm_mode colocate is given with --{hosts[0]} {" ".join(t.effective(hosts[0]))}: the engine is here or there. Write '
-            f'--vllm_mode server, or leave --{hosts[0]} out.'
-        )
-    if len(hosts) == 2:
-        t.errors.append('--vllm_server_host and --vllm_server_base_url are both given; one of them names the servers.')
-    if hosts and not use_vllm:
-        t.errors.append(f'--{hosts[0]} is given without --use_vllm true --vllm_mode server.')
-    if mode == 'server' and not hosts:
-        t.errors.append('--vllm_mode server needs --vllm_server_host (start one with `swift rollout`), or --vllm_mode colocate.')
-    if mode == 'server' and t.effective('vllm_server_host'):
-        num_hosts, num_ports = len(t.effective('vllm_server_host')), len(t.effective('vllm_server_port'))
-        if num_ports not in (1, num_hosts):
-            t.errors.append(f'--vllm_server_port has {num_ports} ports for {num_hosts} hosts; give one for all or one for each.')
-    if t.effective('async_generate'):
-        if mode != 'server':
-            t.errors.append(
-                '--async_generate true needs --vllm_mode server: a colocated engine cannot sample while the same devices train.'
-            )
-        if t.effective('multi_turn_scheduler') is not None:
-            t.errors.append('--async_generate true does not go with --multi_turn_scheduler, in swift rlhf neither.')
-        if t.effective('rollout_importance_sampling_mode') is None and not t.effective('allow_uncorrected_async'):
-            t.errors.append(
-                '--async_generate true trains on rollouts of older weights; name the correction (--rollout_importance_sampling_mode '
-                'token_truncate), or --allow_uncorrected_async true.'
-            )
-    if not use_vllm:
-        set_here = [
-            name
-            for name in t.given
-            if name.startswith('vllm_') and name in t.values and name != 'vllm_mode' and not name.startswith('vllm_server')
-        ]
-        if set_here:
-            t.warnings.append(f'{", ".join("--" + name for name in set_here)}: without effect, since --use_vllm is false.')
-    limit, completion = t.effective('vllm_max_model_len'), t.effective('max_completion_length')
-    if use_vllm and limit is not None:
-        if limit <= completion:
-            t.errors.append(
-                f'--vllm_max_model_len {limit} leaves no room for a prompt beside max_completion_length {completion}; it is prompt plus '
-                f'completion, so at least {completion + (t.effective("max_length") or 512)}.'
-            )
-        elif t.effective('max_length') and limit < t.effective('max_length') + completion:
-            t.warnings.append(
-                f'vllm_max_model_len {limit} is less than max_length {t.effective("max_length")} + max_completion_length {completion}: the '
-                'longest prompts get shorter answers.'
-            )
-    if use_vllm and t.effective('vllm_data_parallel_size') > 1:
-        t.errors.append(
-            f'--vllm_data_parallel_size {t.effective("vllm_data_parallel_size")}: colocated engines are world_size / '
-            'vllm_tensor_parallel_size replicas by themselves, and a server has its own (swift rollout --vllm_data_parallel_size). Leave '
-            'it out here.'
-        )
-    if t.effective('vllm_enable_lora') and t.effective('tuner_type') == 'full':
-        t.errors.append('--vllm_enable_lora true serves an adapter, and --tuner_type full trains none. Leave one of them out.')
-
-
 def rewards_and_losses(t: Translation) -> None:
     functions, models = t.effective('reward_funcs') or [], t.effective('reward_model') or []
     teacher = t.effective('teacher_model') or t.effective('teacher_model_server')
@@ -221,15 +156,10 @@ def rewards_and_losses(t: Translation) -> None:
                 'No reward is named: give --reward_funcs (built in: accuracy, format, cosine, repetition, soft_overlong, ...; your own '
                 'with --external_plugins), --reward_model, --gym_env, or --teacher_model.'
             )
-    known = rewards.known_names(t.effective('external_plugins') or [])
     for name in functions:
-        if known is not None and name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            t.errors.append(
-                f'--reward_funcs names {name!r}, which is neither built in nor registered by a plugin.'
-                + (f' Did you mean {close[0]}?' if close else '')
-                + f' Known here: {", ".join(sorted(known))}. A function of your own: --external_plugins FILE.py with orms[{name!r}] = ...'
-            )
+        t.errors += unknown_name('reward_funcs', name, 'orms', t.effective('external_plugins'))
+    for name in t.effective('reward_model_plugin') or []:
+        t.errors += unknown_name('reward_model_plugin', name, 'rm_plugins', t.effective('external_plugins'))
     weights = t.effective('reward_weights')
     if weights is not None and len(weights) != len(functions) + len(models):
         t.errors.append(
@@ -295,6 +225,14 @@ def tuner(t: Translation) -> None:
         t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
 
 
+def newer_megatron(t: Translation) -> None:
+    """Arguments that the installed Megatron-Core does not know: said, not ignored in silence."""
+    for name in ('optimizer_cuda_graph', 'apply_dsa_kernel_fusion', 'csa_dense_mode', 'mhc_recompute_layer_num'):
+        version = installed_version('megatron-core') if name in t.given else None
+        if version is not None and not in_range(version, '0.17', None):
+            t.warnings.append(f'--{name} has no effect with Megatron-Core {version}: newer ones read it.')
+
+
 def layout_flags(t: Translation) -> None:
     pp = t.effective('pipeline_model_parallel_size')
     for name in ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers'):
@@ -313,6 +251,16 @@ def layout_flags(t: Translation) -> None:
         t.errors.append('--tp_comm_overlap true needs --sequence_parallel true.')
     if t.asked('sequence_parallel') and t.effective('tensor_model_parallel_size') == 1:
         t.warnings.append('--sequence_parallel true has no effect with --tensor_model_parallel_size 1.')
+    if t.effective('router_replay_mode') == 'R2' and t.effective('max_tokens_per_forward_only_micro_batch') is not None:
+        t.errors.append(
+            '--router_replay_mode R2 records in passes without gradient what training replays, so both need the same micro-batches: leave '
+            '--max_tokens_per_forward_only_micro_batch out.'
+        )
+    if t.effective('replay_rollouts') is not None and t.effective('eval_strategy') not in (None, 'no'):
+        t.errors.append(
+            '--replay_rollouts loads no engine, so there is nothing to evaluate with. Give --eval_strategy no, or leave the validation '
+            'data out.'
+        )
     if t.effective('optimizer') == 'muon' and (t.effective('overlap_grad_reduce') or t.effective('overlap_param_gather')):
         t.errors.append('--optimizer muon does not go with --overlap_grad_reduce or --overlap_param_gather; use --optimizer dist_muon.')
 

@@ -33,7 +33,8 @@ _OPTIONAL = (
 )
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """A package's version by its metadata; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -70,7 +71,7 @@ def report() -> tuple[str, bool]:
     lines = [f'swift-megatron-grpo {__version__}, Python {sys.version.split()[0]} ({sys.executable})']
     missing: list[str] = []
     for name, others, (low, high), purpose, how in _PACKAGES:
-        version = next((found for found in (_version(each) for each in (name, *others)) if found is not None), None)
+        version = next((found for found in (installed_version(each) for each in (name, *others)) if found is not None), None)
         wanted = ' and '.join(text for text in (f'>= {low}' if low else '', f'< {high}' if high else '') if text)
         if version is None:
             lines.append(f'  missing  {name:<16}for {purpose}: {how}')
@@ -85,7 +86,7 @@ def report() -> tuple[str, bool]:
     lines += _kernels(bool(gpus), missing)
     lines += _engines(bool(gpus))
     for name, purpose, how in _OPTIONAL:
-        version = _version(name)
+        version = installed_version(name)
         lines.append(f'  ok       {name:<16}{version}' if version is not None else f'  optional {name:<16}not installed; {purpose}: {how}')
     lines.append(_door())
     lines.append('')
@@ -98,7 +99,7 @@ def report() -> tuple[str, bool]:
 
 
 def _kernels(has_gpu: bool, missing: list[str]) -> list[str]:
-    version = _version('transformer-engine') or _version('transformer_engine')
+    version = installed_version('transformer-engine') or installed_version('transformer_engine')
     if version is not None:
         return [f'  ok       {"transformer-engine":<16} {version}']
     if has_gpu:
@@ -109,7 +110,7 @@ def _kernels(has_gpu: bool, missing: list[str]) -> list[str]:
 
 def _engines(has_gpu: bool) -> list[str]:
     for name in _ENGINES:
-        version = _version(name)
+        version = installed_version(name)
         if version is not None:
             return [f'  ok       {name:<16}{version}']
     how = (

@@ -88,8 +88,8 @@ def bytes_per_value(t: Translation, config: Mapping[str, Any]) -> int:
         return 2
     if t.effective('fp16') is None:
         t.warnings.append(
-            'float32 without --fp16 is fp16 mixed precision in ms-swift, in both worlds. For 32-bit training: --torch_dtype float32 --fp16 '
-            'false --bf16 false.'
+            'float32 without --fp16 is fp16 mixed precision in ms-swift on an accelerator, in both worlds. For 32-bit training: --torch_dtype '
+            'float32 --fp16 false --bf16 false.'
         )
         return 2
     return 4

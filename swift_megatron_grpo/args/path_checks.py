@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 
 from . import model_files
@@ -45,15 +46,34 @@ def paths(t: Translation) -> None:
     ):
         t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
     resume = t.effective('resume_from_checkpoint')
-    if (
-        isinstance(resume, str)
-        and os.path.isfile(os.path.join(resume, 'trainer_state.json'))
-        and not any(entry.startswith(('iter_', 'latest_checkpointed')) for entry in os.listdir(resume))
-    ):
+    if isinstance(resume, str) and os.path.isdir(resume):
+        _can_be_resumed(t, resume)
+
+
+def _can_be_resumed(t: Translation, folder: str) -> None:
+    """Whether a folder is a checkpoint that this trainer can go on from."""
+    if not os.path.isfile(os.path.join(folder, 'latest_checkpointed_iteration.txt')):
+        if os.path.isfile(os.path.join(folder, 'trainer_state.json')):
+            start = '--model' if t.effective('tuner_type') == 'full' else '--adapters'
+            t.errors.append(
+                f'--resume_from_checkpoint {folder} was written by the transformers trainer; its optimizer state has no Megatron form. Start '
+                f'from its weights instead: {start} {folder}.'
+            )
+        else:
+            t.errors.append(
+                f'--resume_from_checkpoint {folder} is not a complete checkpoint of Megatron training (it has no '
+                'latest_checkpointed_iteration.txt). Give a folder checkpoint-N that a run with save_only_model false wrote.'
+            )
+        return
+    try:
+        with open(os.path.join(folder, 'args.json'), encoding='utf-8') as file:
+            saved = json.load(file)
+    except (OSError, ValueError):
+        return
+    if isinstance(saved, dict) and saved.get('no_save_optim') and not t.effective('resume_only_model'):
         t.errors.append(
-            f'--resume_from_checkpoint {resume} was written by the transformers trainer; its optimizer state has no Megatron '
-            f'form. Start from its '
-            f'weights instead: {"--model" if t.effective("tuner_type") == "full" else "--adapters"} {resume}.'
+            f'--resume_from_checkpoint {folder} was saved without optimizer state (save_only_model true), so the run cannot go on where it '
+            'stopped. To start anew from its weights: --resume_only_model true.'
         )
 
 

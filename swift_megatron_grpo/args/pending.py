@@ -18,6 +18,7 @@ from .translation import Translation
 UNREAD: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ('load_best_model_at_end', (False,), 'choose the checkpoint by the metrics in logging.jsonl'),
     ('vllm_disable_custom_all_reduce', (True,), 'leave it out'),
+    ('completion_length_limit_scope', ('per_round',), 'max_completion_length bounds each round'),
 )
 
 

@@ -2,11 +2,13 @@
 
 `activate()` stands in for Transformer Engine, sends every CUDA device to the CPU, and mends what remains. Its changes reach every
 library of the process, so it belongs in worker processes, as their first statement, before megatron, mcore_bridge or swift.megatron are
-imported. It proves parallel logic, arithmetic and orchestration; kernels, NCCL, streams, overlap, sleep mode and FP8 it cannot show.
+imported. It proves parallel logic, arithmetic and orchestration; kernels, NCCL, streams, overlap, sleep mode and FP8 it cannot show, and host
+and device draw from one random stream here.
 """
 import importlib.util
 import logging
 import os
+import socket
 import sys
 
 from swift_megatron_grpo.cpu.limits import refuse_unsupported
@@ -48,6 +50,18 @@ def is_needed() -> bool:
     return importlib.util.find_spec('transformer_engine') is None and not has_accelerator()
 
 
+def _let_gloo_find_this_host() -> None:
+    """gloo listens at the address of the host's own name, which a laptop or a container may not be able to resolve."""
+    if os.environ.get('WORLD_SIZE', '1') != os.environ.get('LOCAL_WORLD_SIZE', '1'):
+        return  # several hosts: the loopback interface would be wrong
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        loopback = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
+        if loopback:
+            os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback[0])
+
+
 def activate() -> bool:
     """Switch the CPU platform on where it is needed; returns whether it is on. Idempotent; each worker process calls it first.
 
@@ -62,11 +76,14 @@ def activate() -> bool:
         raise RuntimeError(f'the CPU platform must be activated before {early[0]} is imported (first statement of a worker process)')
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _let_gloo_find_this_host()
     from swift_megatron_grpo.cpu import device, libraries
     from swift_megatron_grpo.cpu.te import install
     device.apply()
     libraries.apply()
     install.apply()
     _state['active'] = True
-    logger.warning('CPU platform: no accelerator and no Transformer Engine here; Megatron-Core runs on %s', device.describe())
+    if os.environ.get('RANK', '0') == '0':
+        # A warning, so that it is seen before anyone has set up logging.
+        logger.warning('CPU platform: no accelerator and no Transformer Engine here; Megatron-Core runs on %s', device.describe())
     return True

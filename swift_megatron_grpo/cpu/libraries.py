@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import sys
 import types
+import warnings
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -85,6 +86,19 @@ def quiet_random_fork() -> None:
     logging.getLogger('megatron.core.tensor_parallel.random').addFilter(_OneStream())
 
 
+@PLATFORM.patch(Passport(
+    name='expected-warnings',
+    target='warnings:filters',
+    breaks='six lines on every rank that say that Apex and the fused kernels are missing, as they are meant to be here',
+    reference='megatron/core/optimizer/clip_grads.py, optimizer.py; megatron/core/models/backends.py, gpt/gpt_layer_specs.py',
+    versions='megatron-core>=0.16,<0.20',
+    remove_when='megatron-core says it once, or at a lower level',
+))
+def expected_warnings() -> None:
+    for message in ('Transformer Engine and Apex are not installed', 'Apex is not installed'):
+        warnings.filterwarnings('ignore', message=message)
+
+
 def apply() -> None:
     """Apply all patches of this module, once."""
-    PLATFORM.apply('accelerate-sees-the-group', 'triton-names', 'quiet-random-fork')
+    PLATFORM.apply('accelerate-sees-the-group', 'triton-names', 'quiet-random-fork', 'expected-warnings')

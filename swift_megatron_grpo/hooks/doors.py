@@ -24,6 +24,9 @@ SILENT_RANK_GRACE_S = 5.0
 
 def run_command(argv: Sequence[str]) -> int:
     """Run `swift rlhf <argv>` on Megatron from the user's own process. Returns the exit code: 0 worked, 2 wrong input, else the workers'."""
+    if _asks_for_help(argv):
+        print(help_text())
+        return 0
     try:
         arguments, environ = _expand(argv)
         plan = _resolve(arguments, environ)
@@ -46,6 +49,10 @@ def become_worker(argv: Sequence[str]) -> None:
     All ranks come to the same verdict since it follows from the command line and the environment that they share; rank 0 prints it.
     """
     rank = int(os.environ.get('RANK', '0'))
+    if _asks_for_help(argv):
+        if rank == 0:
+            print(help_text(), flush=True)
+        sys.exit(0)
     try:
         arguments, environ = _expand(argv)
         plan = _resolve(arguments, environ)
@@ -88,6 +95,23 @@ def run_from_program(argv: Sequence[str]) -> None:
         raise RunError(f'the training process ended with exit code {code}; its own message is above')
 
 
+def help_text() -> str:
+    """What `swift rlhf --backend megatron --help` prints: this package's own arguments, and where the others are described."""
+    from swift_megatron_grpo.args import OWN_FIELDS
+
+    lines = [
+        'usage: swift rlhf --rlhf_type grpo --backend megatron [arguments]',
+        '',
+        'Takes the arguments of `swift rlhf` with their meaning (`swift rlhf --rlhf_type grpo --help` lists them), the names of Megatron-Core',
+        '(`megatron rlhf --help`), and these. What becomes of each stands in docs/arguments.md; --dry_run true shows it for one command.',
+        '',
+    ]
+    for own in OWN_FIELDS:
+        choices = f" {{{','.join(str(choice) for choice in own.choices)}}}" if own.choices else ''
+        lines += [f'  --{own.name}{choices} (default: {own.default})', f'        {own.help}']
+    return '\n'.join(lines)
+
+
 def is_worker_process() -> bool:
     """Whether this process is a worker, or one that a worker spawned with its own command line (data loaders, engines)."""
     return bool(sys.argv) and Path(sys.argv[0]) == WORKER
@@ -99,6 +123,10 @@ def worker_command(worker_argv: Sequence[str], environ: dict[str, str]) -> list[
     if torchrun is None:
         return [sys.executable, '-u', str(WORKER), *worker_argv]
     return [sys.executable, '-u', str(launch.TORCHRUN), *torchrun, str(WORKER), *worker_argv]
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return '--help' in argv or '-h' in argv
 
 
 def _expand(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:

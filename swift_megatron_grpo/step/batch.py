@@ -118,16 +118,14 @@ class BatchBuilder:
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
 
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
-        """One rollout through ms-swift's `encode_sample`, without its length limit (the answer was already limited when sampled)."""
-        limit, self.template.max_length = self.template.max_length, None
-        if rollout.response_token_ids:
-            # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
-            self.template._add_dynamic_eos = lambda *args, **kwargs: None
-        try:
-            encoded = encode_sample(sample, self.template)
-        finally:
-            self.template.max_length = limit
-            vars(self.template).pop('_add_dynamic_eos', None)
+        """One rollout through ms-swift's `encode_sample`. The prompt is what the engine saw: with truncation_strategy left its last max_length
+        tokens. The answer was limited when it was sampled."""
+        encoded = self._encode_within(None, sample)
+        limit = self.template.max_length
+        if limit is not None and self.template.truncation_strategy == 'left' and len(rollout.response_token_ids) == 1:
+            num_prompt_tokens = next((i for i, label in enumerate(encoded['labels']) if label != -100), 0)
+            if num_prompt_tokens > limit:
+                encoded = self._encode_within(limit + len(encoded['input_ids']) - num_prompt_tokens, sample)
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])
@@ -135,6 +133,17 @@ class BatchBuilder:
         positions = [i for i, label in enumerate(encoded['labels']) if label != -100 and i > 0]
         self._check_rollout_logprobs(rollout, len(positions))
         return EncodedRollout(rollout_index=rollout.index, inputs=encoded, token_positions=positions)
+
+    def _encode_within(self, limit: int | None, sample: GRPOSample) -> dict[str, Any]:
+        configured, self.template.max_length = self.template.max_length, limit
+        if sample.response_token_ids:
+            # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
+            self.template._add_dynamic_eos = lambda *args, **kwargs: None
+        try:
+            return encode_sample(sample, self.template)
+        finally:
+            self.template.max_length = configured
+            vars(self.template).pop('_add_dynamic_eos', None)
 
     @staticmethod
     def _check_rollout_logprobs(rollout: Rollout, num_tokens: int) -> None:
@@ -241,4 +250,38 @@ class BatchBuilder:
             logit_positions_C=torch.tensor(positions, dtype=torch.int64),
             token_index_C=torch.tensor(index, dtype=torch.int64),
             sequence_ids_C=torch.tensor(sequences, dtype=torch.int64),
+            rollout_routes=self._rollout_routes(rollouts, rows, row_length) if self.args.router_replay_mode == 'R3' else None,
         )
+
+    def _rollout_routes(self, rollouts: Sequence[Rollout], rows: Sequence[EncodedRollout], row_length: int) -> torch.Tensor:
+        """The engine's expert choices where its tokens lie in the micro-batch, int16 [rows, row_length, layers, top-k]; 0 for padding."""
+        multiple = 2 * self.topology.cp_size if self.topology.cp_size > 1 else 1
+        placed: torch.Tensor | None = None
+        offset = 0
+        for number, (rollout, row) in enumerate(zip(rollouts, rows)):
+            routes = rollout_routes(rollout, row.length)
+            if placed is None:
+                placed = routes.new_zeros(1 if self.args.padding_free else len(rows), row_length, *routes.shape[1:])
+            place = (0, offset) if self.args.padding_free else (number, 0)
+            placed[place[0], place[1]:place[1] + routes.shape[0]] = routes
+            offset += round_up(row.length, multiple)
+        assert placed is not None
+        return placed
+
+
+def rollout_routes(rollout: Rollout, num_tokens: int) -> torch.Tensor:
+    """int16 [tokens, layers, top-k] of one rollout; the last token, which nothing is predicted from, may be missing.
+
+    Raises RunError for a rollout without routes, or with those of another number of tokens.
+    """
+    name = f'rollout {rollout.index} (data set row {rollout.dataset_index})'
+    if rollout.routed_experts is None:
+        raise RunError(f'--router_replay_mode R3: the engine gave no routes for {name}. It needs a vLLM that returns them '
+                       '(enable_return_routed_experts, vLLM 0.14 or newer); R2 needs none.')
+    routes = torch.as_tensor(rollout.routed_experts).to(torch.int16)
+    if routes.dim() == 4 and routes.shape[0] == 1:
+        routes = routes[0]
+    if routes.dim() != 3 or routes.shape[0] not in (num_tokens, num_tokens - 1):
+        raise RunError(f'--router_replay_mode R3: {name} has {num_tokens} tokens, and the engine gave routes of shape {tuple(routes.shape)}; '
+                       '[tokens, layers, top-k] was expected.')
+    return routes

@@ -103,6 +103,15 @@ class PolicyForward:
             if head is not None:
                 self.heads[id(gpt_model)] = head
 
+    @contextlib.contextmanager
+    def free_routing(self) -> Iterator[None]:
+        """While the body runs, no expert choice is replayed: for a reference or teacher that is the policy without its adapter."""
+        routes, self.routes = self.routes, None
+        try:
+            yield
+        finally:
+            self.routes = routes
+
     def run(self, micro_batches: Sequence[MicroBatch], consumer: Consumer, *, forward_only: bool) -> None:
         """One run of Megatron's schedule. All ranks, collective; every rank brings the same number of micro-batches.
 
@@ -131,11 +140,11 @@ class PolicyForward:
                 batch.pop(key, None)
             self.counters.forwards += 1
             self.counters.positions += micro_batch.num_positions
-            with self.routes.around_forward(micro_batch, gpt_model) if self.routes is not None else contextlib.nullcontext():
-                hidden = model(**batch)
             packed = batch.get('packed_seq_params')
-            head = self.heads.get(id(gpt_model))
             cu_seqlens = packed.cu_seqlens_q if packed is not None else None
+            with self.routes.around_forward(micro_batch, gpt_model, cu_seqlens) if self.routes is not None else contextlib.nullcontext():
+                hidden = model(**batch)
+            head = self.heads.get(id(gpt_model))
             return hidden, lambda output: loss_func(micro_batch, cu_seqlens, head, output)
 
         iterators = [iter(micro_batches) for _ in self.models]

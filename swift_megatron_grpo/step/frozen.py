@@ -11,7 +11,8 @@ and every further line is one rollout, in canonical order:
      "rewards": [1.0], "columns": {"images": [...], "tools": ...}, "media": {}}
 
 `messages` is the whole conversation; `columns` are the columns of the row that encoding needs. Rewards are null where a function did not
-apply. Floats are written so that they read back exactly. A checkpoint inside a generation holds the same format.
+apply. With router replay R3 a rollout also has `routed_experts`, the experts of each token and layer, [tokens][layers][top-k].
+Floats are written so that they read back exactly. A checkpoint inside a generation holds the same format.
 """
 from __future__ import annotations
 
@@ -48,6 +49,8 @@ def write_generation(path: str, generation: int, scored: ScoredRollouts, reward_
         for rollout, rewards in zip(scored.rollouts, scored.rewards_NF.tolist()):
             sample = scored.samples_P[rollout.prompt_index]
             row = {name: getattr(rollout, name) for name in _FIELDS}
+            if rollout.routed_experts is not None:
+                row['routed_experts'] = torch.as_tensor(rollout.routed_experts).tolist()
             row['rewards'] = [None if math.isnan(value) else value for value in rewards]
             row['columns'] = {name: getattr(sample, name) for name in _COLUMNS if getattr(sample, name)}
             if 'chat_template_kwargs' in sample.extra:
@@ -80,7 +83,7 @@ def read_generation(path: str, reward_names: list[str] | None = None) -> tuple[S
     rollouts, rewards, samples, prompts = [], [], {}, {}
     for line in lines[1:]:
         row = json.loads(line)
-        rollout = Rollout(**{name: row[name] for name in _FIELDS})
+        rollout = Rollout(**{name: row[name] for name in _FIELDS}, routed_experts=row.get('routed_experts'))
         rollouts.append(rollout)
         rewards.append([math.nan if value is None else value for value in row['rewards']])
         if rollout.prompt_index not in samples:

@@ -73,7 +73,7 @@ class Learner:
         if self.needs_old_pass:
             with self.forward.routes.record() if self.forward.routes is not None else contextlib.nullcontext():
                 old = collect_logprobs(self.forward, steps, self.device)
-            if self.forward.routes is not None:
+            if self.forward.routes is not None and self.forward.routes.mode == 'R2':
                 for step in steps:
                     step.share_routes()
             for step, (logprobs_K, _) in zip(steps, old):

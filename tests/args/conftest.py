@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.args import lr
+from swift_megatron_grpo.args import Plan, lr, resolve
+from swift_megatron_grpo.args.fields import all_fields
 from swift_megatron_grpo.args.pending import is_unfinished
 
 from . import cases
@@ -18,6 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def steps_of(total: int) -> list[int]:
     return [0, min(1, total - 1), total // 2, total - 1]
+
+
+def worker_plans() -> list[Plan]:
+    """Plans whose worker command lines name every argument that is handed on, each with a value of its type."""
+    samples = {'int': ['3'], 'float': ['0.25'], 'bool': ['true'], 'str': ['some text'], 'json': ['{"a": [1, "b c"]}']}
+    argv = ['--rlhf_type', 'grpo', '--backend', 'megatron']
+    for field in all_fields().values():
+        if field.action in ('kept', 'renamed') and field.name not in ('rlhf_type', 'backend', 'dry_run', 'world_size'):
+            kind = field.type[5:-1] if field.is_list else field.type
+            words = [field.choices[-1]] if field.choices else samples[kind] * (2 if field.is_list else 1)
+            argv += [f'--{field.name}', *words]
+    scripts = ['--rlhf_type grpo --backend megatron --model some/model ' + text for _, text, *_ in cases.SCRIPTS]
+    return [resolve(argv, {}), *(resolve(text.split(), {}) for text in scripts)]
 
 
 @pytest.fixture(scope='session')
@@ -36,6 +50,7 @@ def upstream(tmp_path_factory):
     )
     request = {
         'scripts': [[fixed.split() + text.split(), world, prompts] for _, text, world, prompts in cases.SCRIPTS],
+        'worker_argvs': [plan.worker_argv for plan in worker_plans()],
         'transformers_rates': [],
         'megatron_rates': [],
     }

@@ -290,6 +290,13 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--vllm_mode colocate --vllm_max_model_len 400', 'leaves no room'),
         ('--verify_weight_sync sometimes', 'first, off'),
         ('--backend megatorn', 'megatron'),
+        ('--min_p 0.1', 'transformers engine'),
+        ('--multi_turn_scheduler gym_sheduler --vllm_mode colocate', 'Did you mean gym_scheduler?'),
+        ('--multi_turn_scheduler gym_scheduler --gym_env maths_env --vllm_mode colocate', 'Did you mean math_env?'),
+        ('--use_gym_env true --vllm_mode colocate', '--multi_turn_scheduler gym_scheduler'),
+        ('--vllm_mode server --vllm_server_host a b c --vllm_server_group_port 1 2', '3 servers'),
+        ('--vllm_mode server --vllm_server_host a b c --vllm_server_port 1 2', '3 hosts'),
+        ('--reward_model m/r --reward_model_plugin genrn', 'Did you mean genrm?'),
     ],
 )
 def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(text, words, workplace):
@@ -341,10 +348,16 @@ def test_a_reward_of_a_plugin_is_read_from_its_source(workplace):
 
 def test_a_resumed_run_names_megatrons_checkpoint_arguments(workplace):
     (workplace / 'checkpoint-5').mkdir()
+    assert 'not a complete checkpoint' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
+    (workplace / 'checkpoint-5' / 'latest_checkpointed_iteration.txt').write_text('5', encoding='utf-8')
+    (workplace / 'checkpoint-5' / 'args.json').write_text('{"no_save_optim": true}', encoding='utf-8')
+    assert 'without optimizer state' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
+    (workplace / 'checkpoint-5' / 'args.json').write_text('{"no_save_optim": false}', encoding='utf-8')
     values = values_of(plan_of('--resume_from_checkpoint checkpoint-5'))
     assert (values['mcore_adapter'], values['finetune']) == ('checkpoint-5', 'false')
     values = values_of(plan_of('--resume_from_checkpoint checkpoint-5 --tuner_type full --resume_only_model true'))
     assert (values['mcore_model'], values['finetune'], values['no_load_optim']) == ('checkpoint-5', 'true', 'true')
+    (workplace / 'checkpoint-5' / 'latest_checkpointed_iteration.txt').unlink()
     (workplace / 'checkpoint-5' / 'trainer_state.json').write_text('{}', encoding='utf-8')
     assert 'transformers trainer' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]
 
@@ -424,6 +437,7 @@ def test_an_unfinished_part_is_refused_before_the_start_with_the_workers_own_lis
         ('--tau_pos 2.0', '--tau_pos acts with --loss_type sapo only'),
         ('--tuner_type full --lora_rank 4 --use_rslora true', '--lora_rank, --use_rslora acts with --tuner_type lora only'),
         ('--max_staleness 2', '--max_staleness acts with --async_generate only'),
+        ('--csa_dense_mode true', '--csa_dense_mode has no effect with Megatron-Core 0.16'),
         ('--cosine_max_len 9', '--cosine_max_len acts with --reward_funcs cosine only'),
         (
             '--recompute_granularity selective --recompute_num_layers 2',
@@ -431,7 +445,8 @@ def test_an_unfinished_part_is_refused_before_the_start_with_the_workers_own_lis
         ),
     ],
 )
-def test_an_argument_away_from_what_it_belongs_to_is_said_to_be_without_effect(text, words, workplace):
+def test_an_argument_away_from_what_it_belongs_to_is_said_to_be_without_effect(text, words, workplace, monkeypatch):
+    monkeypatch.setattr('swift_megatron_grpo.args.checks.installed_version', lambda name: '0.16.1')
     plan = plan_of(text)
     assert other_errors(plan) == []
     assert any(words in warning for warning in plan.warnings), plan.warnings
@@ -489,3 +504,18 @@ def test_an_argument_that_is_said_to_be_unread_is_read_nowhere():
     )
     for name, *_ in UNREAD:
         assert not re.search(rf'\b{name}\b', code), f'{name} is read now: take it out of UNREAD in args/pending.py'
+
+
+def test_a_configuration_that_cannot_be_read_is_one_error(workplace, monkeypatch):
+    def error_of(name, text):
+        (workplace / name).write_text(text, encoding='utf-8')
+        return resolve([name, '--backend', 'megatron'], {}).errors[0]
+
+    assert 'is not valid JSON' in error_of('run.json', '{"a": ')
+    assert 'holds list; a mapping' in error_of('list.yaml', '- a\n')
+    assert 'missing.yaml cannot be read' in resolve(['missing.yaml', '--backend', 'megatron'], {}).errors[0]
+    monkeypatch.setitem(__import__('sys').modules, 'yaml', None)
+    assert 'needs PyYAML (pip install pyyaml)' in error_of('run.yaml', 'a: 1\n')
+    (workplace / 'run.json').write_text('{"rlhf_type": "grpo", "model": "tiny", "dataset": ["data.jsonl"], "reward_funcs": "accuracy"}')
+    plan = resolve(['run.json', '--backend', 'megatron', '--batch_check', 'exact'], {'NPROC_PER_NODE': '8'})
+    assert other_errors(plan) == []

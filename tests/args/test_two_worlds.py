@@ -1,5 +1,7 @@
 """The plan's numbers are those of `swift rlhf`, which is asked itself."""
 
+import json
+
 import pytest
 
 from swift_megatron_grpo.args import lr, resolve
@@ -7,7 +9,7 @@ from swift_megatron_grpo.args.fields import all_fields
 from swift_megatron_grpo.args.own import OWN_FIELDS
 
 from . import cases
-from .conftest import other_errors, steps_of, write_prompts
+from .conftest import other_errors, steps_of, worker_plans, write_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +93,16 @@ def test_the_megatron_spelling_gives_the_same_rates_or_says_that_it_differs(upst
             different += 1
             assert notes, (case, hf, megatron)
     assert (equal > 100, different > 20) == (True, True), (equal, different)
+
+
+def test_the_worker_reads_its_command_line_as_it_was_meant(upstream):
+    plans = worker_plans()
+    assert len([word for word in plans[0].worker_argv if word.startswith('--')]) > 300
+    for plan, (values, rest) in zip(plans, upstream['worker_reads']):
+        assert rest == []
+        for name, value in values.items():
+            meant = plan.effective[name]
+            if isinstance(value, str) and isinstance(meant, (dict, list)):
+                value = json.loads(value)
+            # one number for a list of numbers: Megatron takes both
+            assert value in (meant, [meant]), name

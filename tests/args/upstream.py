@@ -124,6 +124,20 @@ def megatron_rates(flags: dict, lr: float, total: int, steps: list[int], global_
     return rates
 
 
+def worker_reads(argv: list[str]) -> tuple[dict, list[str]]:
+    """What the worker's own parser makes of its command line: (value by name for the names that stand in it, words left over)."""
+    from swift.utils.utils import _patch_get_type_hints
+    from transformers import HfArgumentParser
+
+    from swift_megatron_grpo.config import MegatronGRPOArguments
+
+    with _patch_get_type_hints():
+        parser = HfArgumentParser([MegatronGRPOArguments])
+    namespace, rest = parser.parse_known_args(argv)
+    names = [word[2:] for word in argv if word.startswith('--')]
+    return json.loads(json.dumps({name: getattr(namespace, name) for name in names}, default=str)), rest
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     # first: with a stand-in for Transformer Engine where there is none, before megatron is imported
@@ -139,6 +153,7 @@ def main() -> None:
         'swift': fields_of(RLHFArguments),
         'megatron': fields_of(MegatronRLHFArguments),
         'worker': fields_of(MegatronGRPOArguments),
+        'worker_reads': [worker_reads(argv) for argv in request['worker_argvs']],
         'scripts': [swift_script(*item) for item in request['scripts']],
         'transformers_rates': [transformers_rates(*item) for item in request['transformers_rates']],
         'megatron_rates': [megatron_rates(*item) for item in request['megatron_rates']],

@@ -118,6 +118,23 @@ SIGNATURES = {
     ),
     ('megatron.core.tensor_parallel.layers', 'set_tensor_model_parallel_attributes'): 'tensor, is_parallel, dim, stride',
     ('megatron.core.utils', 'unwrap_model'): 'model, module_instances=None',
+    ('swift.pipelines.train.rlhf', 'SwiftRLHF._get_model_task_type'): 'model_dir',
+    ('swift.pipelines.utils', 'prepare_adapter'): 'args, model, adapters=None',
+    ('swift.rewards.rm_plugin', 'DefaultRMPlugin.__init__'): 'self, model, template',
+    ('swift.rewards.rm_plugin', 'DefaultRMPlugin.__call__'): 'self, inputs, **kwargs',
+    ('swift.rlhf_trainers.gkd_helpers', 'build_teacher_requests'): 'samples, template=None',
+    ('swift.rlhf_trainers.gkd_helpers', 'parse_teacher_model_server'): 'val',
+    ('swift.rlhf_trainers.gkd_helpers', 'route_samples_to_teachers'): "samples, teacher_configs, tag_key='dataset'",
+    ('swift.rlhf_trainers.utils', 'parse_prompt_logprobs'): 'response, topk',
+    ('megatron.core.transformer.moe.router_replay', 'RouterReplay.set_target_indices'): 'self, topk_indices',
+    ('megatron.core.transformer.moe.router_replay', 'RouterReplay.set_router_replay_action'): 'self, router_replay_action',
+    ('megatron.core.optimizer.optimizer', 'MegatronOptimizer.prepare_grads'): 'self',
+    ('megatron.core.optimizer.optimizer', 'MegatronOptimizer.get_grad_norm'): 'self',
+    ('megatron.core.optimizer.optimizer', 'ChainedOptimizer.step'): 'self',
+    ('swift.megatron.trainers.base', 'BaseMegatronTrainer._prepare_batch'): 'self, data, vp_stage=None',
+    ('swift.rlhf_trainers.vllm_client', 'VLLMInferClient.infer'): (
+        'self, infer_requests, request_config=None, metrics=None, *, use_tqdm=None, adapter_request=None'
+    ),
     ('transformers.optimization', 'get_scheduler'): (
         'name, optimizer, num_warmup_steps=None, num_training_steps=None, scheduler_specific_kwargs=None'
     ),
@@ -165,6 +182,22 @@ def test_the_route_of_rlhf_is_the_file_that_the_doors_know():
     assert imported == {('swift.cli.utils', 'try_use_single_device_mode'), ('swift.pipelines', 'rlhf_main')}
     text = source_file('swift.cli').read_text(encoding='utf-8')
     assert text.replace('# Copyright (c) ModelScope Contributors. All rights reserved.', '').strip() == ''
+
+
+def test_megatrons_optimizers_ask_prepare_grads_first_and_take_no_step_where_it_says_so():
+    """The gate before an update that is not finite stands there."""
+    tree = ast.parse(source_file('megatron.core.optimizer.optimizer').read_text(encoding='utf-8'))
+    checked = []
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == 'step' and len(method.body) > 2:
+                text = ast.unparse(method)
+                ask, update = text.index('= self.prepare_grads()'), text.index('self.step_with_ready_grads()')
+                assert ask < text.index('return (False, None, None)') < update, node.name
+                checked.append(node.name)
+    assert checked == ['MixedPrecisionOptimizer', 'FP32Optimizer', 'ChainedOptimizer']
 
 
 def test_a_changed_signature_would_be_noticed():

@@ -112,6 +112,15 @@ def test_a_mistyped_backend_starts_nothing(stub_env, job, extra):
     assert 'run sh' not in done.stdout
 
 
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_names_our_own_arguments_and_where_the_others_are(stub_env, flag):
+    done = stub_env.run(stub_env.swift, 'rlhf', '--rlhf_type', 'grpo', '--backend', 'megatron', flag)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.startswith('usage: swift rlhf --rlhf_type grpo --backend megatron')
+    assert '--dry_run {false,true,json}' in done.stdout and '--max_tokens_per_micro_batch' in done.stdout
+    assert 'docs/arguments.md' in done.stdout
+
+
 def test_the_dry_run_answers_in_two_seconds_without_torch_or_swift(stub_env, job):
     # Each of these raises when somebody imports it.
     blocked = stub_env.root / 'blocked'

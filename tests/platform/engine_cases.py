@@ -34,7 +34,7 @@ def reload_weights(folder: Path, updates: int, patched: bool = True) -> list[tup
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from swift.rlhf_trainers.utils import patch_vllm_moe_model_weight_loader
-    engine = LLM(model=str(folder), dtype='float32', enforce_eager=True, max_model_len=128, max_num_seqs=8, disable_log_stats=True)
+    engine = LLM(model=str(folder), dtype='float32', enforce_eager=True, max_model_len=256, max_num_seqs=8, disable_log_stats=True)
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

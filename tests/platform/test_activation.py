@@ -37,7 +37,7 @@ def test_importing_the_package_changes_nothing_in_torch_and_activation_does():
         second = cpu.activate()
         print(json.dumps([untouched, inactive, first, second, torch.empty is wrapped, cpu.is_active(), len(patches.PLATFORM.applied)]))
     ''')
-    assert value == [True, False, True, True, True, True, 12]
+    assert value == [True, False, True, True, True, True, 13]
     assert log.count('CPU platform: ') == 1
 
 
@@ -85,6 +85,24 @@ def test_what_the_user_has_set_stays():
         print(json.dumps([os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['VLLM_PLUGINS']]))
     ''')
     assert value == ['4', 'swift_megatron_grpo_cpu']
+
+
+@pytest.mark.parametrize('world, resolvable, expected', [('1', True, None), ('1', False, 'lo'), ('4', False, None)])
+def test_gloo_listens_on_the_loopback_where_the_hosts_name_does_not_resolve(world, resolvable, expected, monkeypatch):
+    from swift_megatron_grpo import cpu
+
+    def resolve(host, port):
+        if not resolvable:
+            raise OSError('Name or service not known')
+
+    monkeypatch.setattr(cpu.socket, 'getaddrinfo', resolve)
+    monkeypatch.setattr(cpu.socket, 'if_nameindex', lambda: [(1, 'lo'), (2, 'eth0')])
+    monkeypatch.setenv('WORLD_SIZE', world)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    monkeypatch.delenv('GLOO_SOCKET_IFNAME', raising=False)
+    cpu._let_gloo_find_this_host()
+    assert os.environ.get('GLOO_SOCKET_IFNAME') == expected
+    monkeypatch.delenv('GLOO_SOCKET_IFNAME', raising=False)
 
 
 def devices():
@@ -237,8 +255,8 @@ def test_importing_the_patches_applies_none_and_each_has_a_passport():
     from swift_megatron_grpo.cpu import device, libraries, vllm_plugin  # noqa: F401
     from swift_megatron_grpo.cpu.te import install  # noqa: F401
     assert sorted(patch.passport.name for patch in PLATFORM) == [
-        'accelerate-sees-the-group', 'cuda-runtime', 'cuda-type-names', 'device-factories', 'device-moves', 'integer-splits',
-        'no-compilation', 'one-random-stream', 'quiet-random-fork', 'transformer-engine', 'triton-names', 'uneven-lists'
+        'accelerate-sees-the-group', 'cuda-runtime', 'cuda-type-names', 'device-factories', 'device-moves', 'expected-warnings',
+        'integer-splits', 'no-compilation', 'one-random-stream', 'quiet-random-fork', 'transformer-engine', 'triton-names', 'uneven-lists'
     ]
     assert len(ENGINE) == 7
     assert PLATFORM.applied == ENGINE.applied == []

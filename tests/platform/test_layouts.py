@@ -38,6 +38,10 @@ ROWS = [('qwen3', DENSE[index]) for index in (0, 2, 3, 4, 6)] + [('qwen3_moe', E
 RUNS = [(*shape, True) for shape in SHAPES] + [(*shape, False) for shape in SHAPES if (shape[0], shape[2]) in ROWS and not shape[1]]
 
 
+# One layout of each kind stays in the quick suite.
+QUICK = [('qwen3', DENSE[index]) for index in (0, 3, 4, 6)] + [('qwen3_moe', EXPERTS[1])]
+
+
 def identify(run):
     kind, changes, layout, packed = run
     return f'{kind}{"-tied" if changes else ""}-{layouts.name(layout)}-{"packed" if packed else "rows"}'
@@ -48,7 +52,13 @@ def references():
     return {}
 
 
-@pytest.fixture(scope='module', params=RUNS, ids=identify)
+def marked(run):
+    kind, changes, layout, packed = run
+    quick = packed and not changes and (kind, layout) in QUICK
+    return pytest.param(run, id=identify(run), marks=() if quick else pytest.mark.heavy)
+
+
+@pytest.fixture(scope='module', params=[marked(run) for run in RUNS])
 def pair(request, ranks, tiny_model, references):
     """(what the ranks computed, what transformers computes, the folder)."""
     kind, changes, layout, packed = request.param
@@ -99,6 +109,7 @@ def test_updated_weights_equal_torch_adamw(pair):
             for name, value in reference.updated.items() if not torch.allclose(outcome.updated[name], value, rtol=1e-5, atol=1e-6)} == {}
 
 
+@pytest.mark.heavy
 def test_without_our_attributes_the_norm_leaves_shards_out(ranks, tiny_model, references):
     """The fault that swift_megatron_grpo.parallel_attributes mends. When this fails, upstream has mended it."""
     folder = tiny_model('qwen3')
@@ -109,6 +120,7 @@ def test_without_our_attributes_the_norm_leaves_shards_out(ranks, tiny_model, re
     assert outcome.norm_distributed < 0.95 * reference.norm_plain
 
 
+@pytest.mark.heavy
 def test_without_our_attributes_experts_under_tensor_parallel_keep_half_a_gradient(ranks, tiny_model):
     """The other fault: expert sizes as ms-swift leaves them, tensor parallel 2. When this fails, upstream has mended it."""
     folder = tiny_model('qwen3_moe')
@@ -118,6 +130,7 @@ def test_without_our_attributes_experts_under_tensor_parallel_keep_half_a_gradie
     assert relative(outcome.gradients[name], reference.gradients[name]) > 0.1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize('options', [{'recompute_granularity': 'full', 'recompute_method': 'uniform', 'recompute_num_layers': 1},
                                      {'recompute_granularity': 'selective', 'recompute_modules': ['core_attn', 'mlp']}],
                          ids=['full', 'selective'])
@@ -128,6 +141,7 @@ def test_recomputation_changes_no_gradient(options, ranks, tiny_model, reference
     assert max(relative(outcome.gradients[name], value) for name, value in reference.gradients.items()) < 1e-5
 
 
+@pytest.mark.heavy
 def test_a_vocabulary_that_tensor_parallel_does_not_divide_is_padded(ranks, tiny_model):
     folder = tiny_model('qwen3', vocab_size=101)
     reference = layouts.reference(folder, True)
@@ -137,6 +151,7 @@ def test_a_vocabulary_that_tensor_parallel_does_not_divide_is_padded(ranks, tiny
         assert max((a - b).abs().max().item() for a, b in zip(outcome.logits, reference.logits, strict=True)) < 2e-5
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize('layout', [Layout(world=2), Layout(tp=2, world=2), Layout(pp=2, world=2), Layout(ep=2, world=2)], ids=layouts.name)
 def test_checkpoint_of_model_and_distributed_optimizer_comes_back_bit_for_bit(layout, ranks, tiny_model, tmp_path):
     folder = tiny_model('qwen3_moe' if layout.ep > 1 else 'qwen3')
@@ -144,6 +159,7 @@ def test_checkpoint_of_model_and_distributed_optimizer_comes_back_bit_for_bit(la
     assert ranks.run(layouts.save_and_reload, folder, layouts.fields(layout), directory, world_size=2) == [(True, True)] * 2
 
 
+@pytest.mark.heavy
 def test_an_adapters_norm_and_update_are_the_same_in_every_layout(ranks, tiny_model, tmp_path):
     """The whole factor of a LoRA pair lies on every tensor-parallel rank and counts once; the base stays as it is to the bit."""
     folder = tiny_model('qwen3')

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.step.training import Outcome, arguments, train, write_rollouts
 
@@ -117,3 +118,38 @@ def test_an_adapter_trains_alike_in(run: Any, tiny_model: Any, adapter: Path, la
     expected = run(model, adapters=adapter, **LORA)
     assert expected.column('kl')[0] > 1e-6
     assert_same(run(model, world_size, adapters=adapter, **LORA, **changes), expected)
+
+
+SELECTED = {**LORA, 'use_rslora': 'true', 'target_modules': ['linear_qkv', 'linear_fc2'], 'modules_to_save': ['word_embeddings', 'output_layer']}
+
+
+def test_chosen_modules_whole_modules_and_rank_stabilized_adapters_train_alike(run: Any, ranks: Any, rollouts: Path, tiny_model: Any,
+                                                                                tmp_path: Path) -> None:
+    model = tiny_model('qwen3')
+    ranks.run(train, arguments(tmp_path, model, rollouts, **{**SELECTED, 'save_strategy': 'steps', 'save_steps': 1, 'train_iters': 1}), world_size=1)
+    start = tmp_path / 'out' / 'checkpoint-1'
+    expected = run(model, adapters=start, **SELECTED)
+    from safetensors.torch import load_file
+    base = load_file(model / 'model.safetensors')
+    moved = {name for name, weight in expected.weights.items() if not torch.allclose(weight, base[name], atol=1e-7)}
+    kinds = {name.removesuffix('.weight').split('.')[-1] for name in moved}
+    assert kinds == {'q_proj', 'k_proj', 'v_proj', 'down_proj', 'embed_tokens', 'lm_head'}
+    assert_same(run(model, 4, adapters=start, **SELECTED, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), expected)
+
+
+def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any) -> None:
+    model = tiny_model('qwen3')
+    frozen = {**SGD, 'freeze_parameters': ['embedding', 'decoder.layers.0', 'decoder.layers.1'], 'trainable_parameters': ['decoder.layers.1.mlp']}
+    expected = run(model, **frozen)
+    from safetensors.torch import load_file
+    base = load_file(model / 'model.safetensors')
+    still = {name for name, weight in expected.weights.items() if torch.equal(weight, base[name])}
+    assert 'model.embed_tokens.weight' in still and 'model.layers.0.mlp.up_proj.weight' in still
+    assert 'model.layers.1.self_attn.q_proj.weight' in still
+    assert not still & {'model.layers.1.mlp.up_proj.weight', 'model.layers.2.self_attn.q_proj.weight', 'lm_head.weight'}
+    assert_same(run(model, 2, **frozen, tensor_model_parallel_size=2), expected)
+
+
+def test_a_vocabulary_that_tensor_parallel_ranks_cannot_share_evenly_trains_alike(run: Any, tiny_model: Any) -> None:
+    model = tiny_model('qwen3', vocab_size=321)
+    assert_same(run(model, 2, **SGD, tensor_model_parallel_size=2), run(model, **SGD))

@@ -1,7 +1,8 @@
 """Every loss and every switch of the loss has the same value, gradient norm, update and metrics in every layout, away from the old policy."""
-from typing import Any
-
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'rloo': ({}, {'advantage_estimator': 'rloo', 'kl_in_reward': True, 'scale_rewards': 'none'}),
     'reinforce_plus_plus': ({}, {'advantage_estimator': 'reinforce_plus_plus', 'scale_rewards': 'batch'}),
 }
-# Their formula with ratios near 1 gives the gradient of plain GRPO unless the clip bites; what makes each differ is in the fields above.
 LAYOUTS = {
     'tp2-cp2': {'tensor_model_parallel_size': 2, 'context_parallel_size': 2},
     'pp2-dp2': {'pipeline_model_parallel_size': 2, 'micro_batch_size': 2},
@@ -89,10 +89,22 @@ def losses_at_moved_weights(argv: list[str]) -> dict[str, dict[str, Any]] | None
     return results if dist.get_rank() == dist.get_world_size() - 1 else None
 
 
+def _bring_the_odd_ones_into_the_second_step(path: Path) -> None:
+    """One empty completion, one truncated, one group of equal rewards among rollouts 8 to 15."""
+    head, *lines = path.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[9].update(response_token_ids=[], rollout_logprobs=[])
+    rows[10]['finish_reason'] = 'length'
+    for row in rows[12:]:
+        row['rewards'] = [1.0]
+    path.write_text('\n'.join([head, *map(json.dumps, rows)]) + '\n')
+
+
 @pytest.fixture(scope='module')
 def measure(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     work = tmp_path_factory.mktemp('losses')
     rollouts = write_rollouts(work / 'rollouts', generations=1, prompts=4, num_generations=4)
+    _bring_the_odd_ones_into_the_second_step(rollouts / 'generation-000000.jsonl')
     sgd = {'optimizer': 'sgd', 'sgd_momentum': 0.0, 'lr': 0.1, 'min_lr': 0.1, 'lr_decay_style': 'constant', 'use_distributed_optimizer': 'false',
            'clip_grad': 0.5, 'weight_decay': 0.0}
     known: dict[str, Any] = {}
@@ -101,7 +113,8 @@ def measure(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactor
         key = layout or 'one process'
         if key not in known:
             changes = LAYOUTS[layout] if layout else {}
-            argv = arguments(work, tiny_model('qwen3'), rollouts, **{'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, **sgd, **changes})
+            argv = arguments(work, tiny_model('qwen3'), rollouts, **{
+                'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, 'ref_model': tiny_model('qwen3', seed=1), **sgd, **changes})
             known[key] = ranks.run(losses_at_moved_weights, argv, world_size=4 if layout else 1, deadline=400.)[-1]
         return known[key]
 

@@ -96,9 +96,9 @@ def test_a_log_window_holds_its_own_rewards_only_and_each_rollout_once(run: Any,
     rollouts = write_rollouts(tmp_path / 'rollouts', generations=8, prompts=1, num_generations=4)
     for generation in range(8):
         _rewrite(rollouts / f'generation-{generation:06d}.jsonl', lambda row: row.update(rewards=[float(generation >= 4)]))
-    outcome, folder = run('window', rollouts=rollouts, global_batch_size=4, train_iters=8, logging_steps=4, log_completions='true',
-                          logging_first_step='false')
-    assert outcome.column('reward') == [0.0, 1.0] and outcome.column('rewards/Digits/mean') == [0.0, 1.0]
+    outcome, folder = run('window', rollouts=rollouts, global_batch_size=4, train_iters=8, logging_steps=4, log_completions='true')
+    # Logged after step 1, and after every fourth.
+    assert outcome.column('reward') == [0.0, 0.0, 1.0] and outcome.column('rewards/Digits/mean') == [0.0, 0.0, 1.0]
     rows = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
     assert len(rows) == 32 and sum(row['Digits'] for row in rows) == 16
 
@@ -147,3 +147,14 @@ def test_filtered_and_empty_completions_train_alike_on_one_rank_and_on_two(run: 
     assert (one.column('grad_norm')[0] > 0.0) == (case != 'everything is truncated')
     for name, weight in one.weights.items():
         assert torch.allclose(two.weights[name], weight, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_prompt_cut_from_the_left_is_trained_on_as_the_engine_saw_it(run: Any, tmp_path: Path) -> None:
+    data = tmp_path / 'long.jsonl'
+    data.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': f'{"1 + 2 " * (3 + 9 * (i % 2))} is {i}?'}], 'solution': '1'}) + '\n'
+                            for i in range(4)))
+    outcome, _ = run('left', dataset=data, max_length=40, truncation_strategy='left', global_batch_size=8, num_generations=2, train_iters=1,
+                     max_completion_length=4, log_rollout_offpolicy_metrics='true')
+    # The engine's log-probabilities and the trainer's are of the same tokens after the same prompts.
+    assert outcome.column('rollout_correction/log_ppl_abs_diff')[0] < 1e-4
+    assert abs(outcome.column('rollout_correction/kl')[0]) < 1e-4

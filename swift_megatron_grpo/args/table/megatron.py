@@ -27,7 +27,7 @@ calculate_per_token_loss | megatron | bool | - | false | refused | - | each toke
 attention_backend | megatron | str | - | "flash" | kept | - |
 optimizer_cpu_offload | megatron | bool | - | false | kept | - |
 optimizer_offload_fraction | megatron | float | - | 1.0 | kept | - |
-optimizer_cuda_graph | megatron | bool | - | false | kept | - |
+optimizer_cuda_graph | megatron | bool | - | false | kept | - | read by Megatron-Core newer than 0.16 only
 use_precision_aware_optimizer | megatron | bool | - | false | kept | - |
 main_grads_dtype | megatron | str{fp32,bf16} | - | "fp32" | kept | - |
 main_params_dtype | megatron | str{fp32,fp16} | - | "fp32" | kept | - |
@@ -96,7 +96,7 @@ batch_p2p_comm | megatron | bool | - | null | kept | - |
 align_param_gather | megatron | bool | - | true | kept | - |
 sequence_parallel | megatron | bool | - | false | kept | - |
 context_parallel_size | megatron | int | - | 1 | kept | - |
-cp_comm_type | megatron | list[str] | - | null | kept | - |
+cp_comm_type | megatron | str | - | null | kept | - |
 cp_partition_mode | megatron | str{zigzag,contiguous} | - | "zigzag" | kept | - |
 sequence_packing_scheduler | megatron | str{dp_balanced,default_dynamic_cp} | - | null | refused | - | micro-batches are packed and balanced by --max_tokens_per_micro_batch
 tp_comm_overlap | megatron | bool | - | false | kept | - |
@@ -152,10 +152,10 @@ vit_gradient_checkpointing_kwargs | megatron | json | - | null | kept | - |
 vit_attn_impl | megatron | str | - | null | kept | - |
 dsa_indexer_loss_coeff | megatron | float | - | 0.0 | kept | - |
 dsa_indexer_use_sparse_loss | megatron | bool | - | false | kept | - |
-apply_dsa_kernel_fusion | megatron | bool | - | false | kept | - |
-csa_dense_mode | megatron | bool | - | false | kept | - |
+apply_dsa_kernel_fusion | megatron | bool | - | false | kept | - | read by Megatron-Core newer than 0.16 only
+csa_dense_mode | megatron | bool | - | false | kept | - | read by Megatron-Core newer than 0.16 only
 use_fused_mhc | megatron | bool | - | false | kept | - |
-mhc_recompute_layer_num | megatron | int | - | null | kept | - |
+mhc_recompute_layer_num | megatron | int | - | null | kept | - | read by Megatron-Core newer than 0.16 only
 megatron_extra_kwargs | megatron | json | - | null | kept | - |
 language_model_only | megatron | bool | - | false | kept | - |
 apply_wd_to_qk_layernorm | megatron | bool | - | false | kept | - |

@@ -5,7 +5,7 @@ hub_token | both | str | null | null | kept | - |
 seed | both | int | 42 | 42 | kept | - |
 data_seed | both | int | 42 | 42 | kept | - |
 remove_unused_columns | both | bool | true | true | kept | - |
-ddp_backend | both | str | null | "nccl" | kept | - | where it is not given: nccl on accelerators, gloo without
+ddp_backend | both | str{nccl,gloo} | null | "nccl" | kept | - | where it is not given: nccl on accelerators, gloo without
 ddp_timeout | both | int | 18000000 | 18000000 | kept | - |
 tuner_backend | both | str{peft,unsloth} | "peft" | "peft" | refused | - | unsloth does not know Megatron; peft is used
 tuner_type | both | str | "lora" | "full" | kept | - | lora where nothing is said, as in swift rlhf; lora, full and lora_llm work

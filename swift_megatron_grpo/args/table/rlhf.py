@@ -61,7 +61,7 @@ vllm_server_timeout | both | float | 240.0 | 240.0 | kept | - |
 vllm_server_group_port | both | list[int] | null | null | kept | - |
 enable_flattened_weight_sync | swift | bool | true | - | no_effect | - | weights always travel in buckets (--weight_sync_bucket_mb)
 async_generate | both | bool | false | false | kept | - |
-sleep_level | both | int | 0 | 0 | kept | - | 0 with a server, with async_generate and without vLLM, as in swift rlhf
+sleep_level | both | int{0,1,2} | 0 | 0 | kept | - | 0 with a server, with async_generate and without vLLM, as in swift rlhf
 move_model_batches | both | int | null | null | no_effect | - | weights always travel in buckets (--weight_sync_bucket_mb)
 offload_optimizer | both | bool | false | false | kept | - |
 offload_model | both | bool | false | false | kept | - |
