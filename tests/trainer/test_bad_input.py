@@ -63,7 +63,7 @@ def test_a_reward_function_that_returns_too_few_values_is_named_with_both_counts
 
 @pytest.mark.parametrize('changes, words', [
     ({'reward_funcs': 'digitz'}, ("unknown reward function 'digitz'", 'digits')),
-    ({'teacher_model': 'x'}, ('--teacher_model x', 'not available')),
+    ({'async_save': 'true'}, ('--async_save True', 'not available')),
 ])
 def test_what_cannot_work_is_refused_before_a_model_is_built(tiny_model: Any, tmp_path: Path, changes: dict[str, Any],
                                                              words: tuple[str, ...]) -> None:
