@@ -1,10 +1,11 @@
 """A rollout server without an engine: the endpoints of `swift rollout`, its group for weights and its order of work, in threads of one process.
 
-It keeps the weights that it gets and answers each request with the number of tensors it holds. `end()` is a process that is gone: its port and
-its store close.
+It keeps the weights that it gets and answers each request with the number of tensors it holds, or (`random_answers`) with tokens that follow
+from the seed. `end()` is a process that is gone: its port and its store close.
 """
 import json
 import queue
+import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,9 @@ class FakeServer:
         self.resets: list[str] = []
         self.answer_after = 0.0
         self.statuses: list[int] = []  # of the next answers
+        self.random_answers = False
+        self.ends_at_batch = -1
+        self.batches = 0
         self.group: Any = None
         self.communicator: Any = None
         self.transfers = 0
@@ -73,7 +77,14 @@ class FakeServer:
             time.sleep(self.answer_after)
             if self.statuses and (status := self.statuses.pop(0)) != 200:
                 return status, {'detail': 'no'}
-            return 200, [self.output(str(len(self.weights))) for _ in body['infer_requests']]
+            self.batches += 1
+            if self.batches == self.ends_at_batch:
+                threading.Thread(target=self.end, daemon=True).start()
+                time.sleep(5)  # no answer comes
+                return 500, {}
+            if self.random_answers:
+                return 200, [self.random_output(body['request_config']['seed'] + i) for i, _ in enumerate(body['infer_requests'])]
+            return 200, [self.output(str(len(self.weights)), [1]) for _ in body['infer_requests']]
         return 200, {}
 
     def wait(self) -> None:
@@ -81,10 +92,15 @@ class FakeServer:
         self.work.put(('wait', done))
         done.wait(20)
 
+    def random_output(self, seed: int) -> dict[str, Any]:
+        rng = random.Random(seed)
+        tokens = [rng.randrange(3, 300) for _ in range(1 + rng.randrange(8))]
+        return self.output(' '.join(str(token) for token in tokens), tokens)
+
     @staticmethod
-    def output(text: str) -> dict[str, Any]:
+    def output(text: str, tokens: list[int]) -> dict[str, Any]:
         return {'response': {'model': '', 'choices': [{'index': 0, 'message': {'role': 'assistant', 'content': text}, 'finish_reason': 'stop',
-                                                       'logprobs': None, 'token_ids': [1]}],
+                                                       'logprobs': None, 'token_ids': tokens}],
                              'usage': {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}}}
 
     def _worker(self) -> None:

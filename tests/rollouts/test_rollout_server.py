@@ -68,7 +68,7 @@ def weights_arrive() -> dict[str, Any]:
 
 
 def test_weights_arrive_in_buckets_of_any_size(ranks: Any) -> None:
-    out = ranks.run(weights_arrive, world_size=1)[0]
+    out = ranks.run(weights_arrive, world_size=1, deadline=300.)[0]
     assert out['before'] == 'RunError: Rollout was asked of servers that do not hold a complete set of weights.'
     assert out['counts'] == [3, 3, 3] and out['transfers'] == [3, 2, 1] and out['equal'] == [True, True, True]
     assert out['resets'] == ['reset_prefix_cache', 'reset_mm_cache', 'reset_encoder_cache']
@@ -106,7 +106,7 @@ def restarted() -> dict[str, Any]:
 
 
 def test_a_server_that_was_started_anew_gets_all_weights_before_it_answers(ranks: Any) -> None:
-    out = ranks.run(restarted, world_size=1)[0]
+    out = ranks.run(restarted, world_size=1, deadline=300.)[0]
     assert out['both'] == ['3']
     assert out['after the restart'] == ['3'] * 4  # all by the other one; this one would have said '0'
     assert len(out['lost']) == 1 and 'its engine ended' in next(iter(out['lost'].values()))
@@ -135,7 +135,7 @@ def late() -> dict[str, Any]:
 
 
 def test_a_server_that_never_answers_ends_in_a_named_timeout(ranks: Any) -> None:
-    out = ranks.run(late, world_size=1)[0]
+    out = ranks.run(late, world_size=1, deadline=300.)[0]
     assert out['error'].startswith('EngineLost: Sampling of a generation') and out['seconds'] < 3
 
 
@@ -159,7 +159,7 @@ def replaced() -> dict[str, Any]:
 
 
 def test_an_answer_after_weights_were_replaced_is_not_taken(ranks: Any) -> None:
-    assert 'its answer was sampled while its weights changed to version 7' in ranks.run(replaced, world_size=1)[0]['error']
+    assert 'its answer was sampled while its weights changed to version 7' in ranks.run(replaced, world_size=1, deadline=300.)[0]['error']
 
 
 def nobody() -> str:
@@ -171,4 +171,4 @@ def nobody() -> str:
 
 
 def test_no_server_is_a_named_error(ranks: Any) -> None:
-    assert 'did not answer within 1 s (--vllm_server_timeout). It is started with `swift rollout`' in ranks.run(nobody, world_size=1)[0]
+    assert 'did not answer within 1 s (--vllm_server_timeout). It is started with `swift rollout`' in ranks.run(nobody, world_size=1, deadline=300.)[0]
