@@ -71,6 +71,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.teacher = build_teacher(self, self.topology, self.policy, self.device)
         self.learner = Learner(args, self.policy, self.reference, self.teacher, self.topology, self.device, self.rewarder.names,
                                self.rewarder.weights)
+        if args.sync_ref_model and self.reference is None:
+            logger.warning('--sync_ref_model has no effect with --beta 0: there is no reference model.')
         for name in self.learner.config.without_effect():
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)

@@ -49,7 +49,7 @@ def test_a_prompt_is_18_tokens_and_an_answer_3():
 
 
 @pytest.mark.parametrize('engine', ['vllm', 'transformers'])
-def test_the_command_is_accepted_and_trains_on_each_prompt_once(tmp_path, engine, monkeypatch):
+def test_the_command_is_accepted_and_trains_16_prompts_a_step(tmp_path, engine, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     model = tmp_path / 'model'
     model.mkdir()
@@ -65,7 +65,7 @@ def test_the_command_is_accepted_and_trains_on_each_prompt_once(tmp_path, engine
     batch = plan.batch_plan
     assert (batch.dp_size, batch.global_batch_size, batch.num_train_prompts) == (1, 128, 16)
     assert batch.generation_batch_size == 128  # one optimizer step a generation
-    assert train.MAX_STEPS * 16 == 1792  # of 1,800 prompts
+    assert train.MAX_STEPS * 16 == 2240  # prompts: each of the 1,800 once, a quarter of them twice
     text = train.shell_text(job)
     assert text.startswith('NPROC_PER_NODE=2 swift rlhf \\\n    --rlhf_type grpo \\\n    --backend megatron \\\n')
     assert ('--vllm_mode colocate' in text) is (engine == 'vllm')

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from examples.demo import model as models
 from examples.demo import problems, report, train
@@ -18,6 +19,7 @@ PASSES = 5
 def main() -> int:
     options = parse_options()
     torch.set_num_threads(1)  # tensors are tiny: a second thread mostly waits for the first
+    logging.disable_progress_bar()
     begun = time.perf_counter()
 
     def say(text: str) -> None:

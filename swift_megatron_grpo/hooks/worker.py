@@ -5,6 +5,7 @@ and exit code 2, a RunError one message on the rank that raised it and exit code
 process then ends at once: a peer that waits in a collective is ended by the launcher, and nothing here waits for it.
 """
 
+import gc
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ def main() -> None:
         from swift_megatron_grpo.pipeline import main as train
 
         train()
+        # The interpreter's last collection would walk a heap of millions of objects, for seconds, only to free what the system frees.
+        gc.freeze()
     except UserError as error:
         _say_once(rank, f'error: {error}')
         leave(2)

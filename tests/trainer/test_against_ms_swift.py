@@ -55,7 +55,7 @@ def theirs(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     environment = {name: value for name, value in os.environ.items() if name not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'NPROC_PER_NODE')}
     environment.update(PYTHONPATH=str(REPOSITORY), CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', USE_HF='1')
     done = subprocess.run([sys.executable, '-m', 'tests.trainer.ms_swift_run', str(work / 'task.json')], cwd=REPOSITORY, env=environment,
-                          capture_output=True, text=True, timeout=400)
+                          capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {'rollouts': rollouts, **torch.load(work / 'results.pt')}
 
