@@ -9,7 +9,7 @@ import torch
 from tests.rollouts.running import greedy_of_transformers, trainer_of
 from tests.step.training import arguments
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 VLLM = {'use_vllm': 'true', 'vllm_mode': 'colocate', 'vllm_enforce_eager': 'true', 'vllm_max_model_len': 256, 'temperature': 0.9,
         'max_completion_length': 16}

@@ -8,7 +8,7 @@ import torch
 
 from tests.rollouts.servers import free_port
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 WEIGHTS = [('a', torch.arange(6.).reshape(2, 3)), ('b', torch.ones(4, dtype=torch.bfloat16)), ('c', torch.full((5, ), 2.))]
 

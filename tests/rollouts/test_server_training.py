@@ -8,7 +8,7 @@ import pytest
 from tests.rollouts.servers import free_port
 from tests.step.training import arguments, train
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 
 def training(work: Path, model: Path, *, ends_at_batch: int = -1, **changes: Any) -> dict[str, Any]:
