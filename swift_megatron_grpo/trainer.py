@@ -241,9 +241,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     # -- what the base class asks for --------------------------------------------------------------------------------------------------------
 
+    def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
+        # After adapters are there, before DistributedDataParallel sorts the parameters and the optimizer copies what they say of themselves.
+        peft_models = super()._prepare_peft_model(models)
+        mark_tensor_parallel(models)
+        return peft_models
+
     def prepare_model(self) -> None:
         super().prepare_model()
-        mark_tensor_parallel(self.unwrapped_models)
         leave_it_to_the_gate(self.wrapped_models)
 
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
