@@ -19,7 +19,7 @@ from . import checkpoint
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
-from .engines import EngineLost, RolloutEngine, build_engine
+from .engines import EngineLost, RolloutEngine, build_engine, shares_devices
 from .errors import RunError, UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
@@ -77,8 +77,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
-        self.residency = Residency(MegatronMovers(self), sleep_level=args.sleep_level, offload_model=args.offload_model,
-                                   offload_optimizer=args.offload_optimizer, offload_bridge=args.offload_bridge)
+        self.residency = self._residency()
         if args.replay_rollouts is None:
             self.residency.to(Stage.BUILDING)
             self.engine = build_engine(args, template, self.topology, self.device)
@@ -311,6 +310,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
+
+    def _residency(self) -> Residency:
+        args = self.args
+        flags: dict[str, Any] = {'sleep_level': args.sleep_level, 'offload_model': args.offload_model,
+                                 'offload_optimizer': args.offload_optimizer, 'offload_bridge': args.offload_bridge}
+        if not shares_devices(args):
+            asked = [f'--{name} {value}' for name, value in flags.items() if value and name != 'offload_bridge']
+            if asked:
+                logger.warning(f'{", ".join(asked)}: without effect in server mode, where the engine has devices of its own.')
+            flags |= {'sleep_level': 0, 'offload_model': False, 'offload_optimizer': False}
+        return Residency(MegatronMovers(self), **flags)
 
     def _initial_progress(self) -> Progress:
         args = self.args
