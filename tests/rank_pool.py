@@ -262,6 +262,8 @@ def _begin(case: Case) -> None:
     for path in case.search_path:
         if path not in sys.path:
             sys.path.append(path)
+    for name in [name for name in os.environ if name.startswith('NVTE_')]:  # a case's attention backend is its own
+        del os.environ[name]
     os.environ.update(
         RANK=str(case.rank), LOCAL_RANK=str(case.rank), WORLD_SIZE=str(case.world_size), LOCAL_WORLD_SIZE=str(case.world_size),
         NPROC_PER_NODE=str(case.world_size), NNODES='1', NODE_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(case.port))
