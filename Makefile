@@ -13,7 +13,7 @@ export USE_HF ?= 1
 export MODELSCOPE_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help env demo test test-quick lint format clean
+.PHONY: help env demo test test-quick test-server lint format clean
 
 help:
 	@echo 'make demo        learn two-digit sums with GRPO on two CPU processes (ENGINE=vllm|transformers, SEED=0)'
@@ -34,6 +34,9 @@ test: env
 
 test-quick: env
 	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
+
+test-server: env
+	SWIFT_MEGATRON_GRPO_SERVER_TESTS=1 $(PY) -m pytest tests/rollouts $(PYTEST_ARGS)
 
 lint: env
 	$(PY) -m ruff check .

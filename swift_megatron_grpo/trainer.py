@@ -19,7 +19,7 @@ from . import checkpoint
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
-from .engines import EngineLost, RolloutEngine, build_engine
+from .engines import EngineLost, RolloutEngine, build_engine, shares_devices
 from .errors import RunError, UserError
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
@@ -77,8 +77,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
         self.engine: RolloutEngine | None = None
-        self.residency = Residency(MegatronMovers(self), sleep_level=args.sleep_level, offload_model=args.offload_model,
-                                   offload_optimizer=args.offload_optimizer, offload_bridge=args.offload_bridge)
+        self.residency = self._residency()
         if args.replay_rollouts is None:
             self.residency.to(Stage.BUILDING)
             self.engine = build_engine(args, template, self.topology, self.device)
@@ -242,9 +241,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     # -- what the base class asks for --------------------------------------------------------------------------------------------------------
 
+    def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
+        # After adapters are there, before DistributedDataParallel sorts the parameters and the optimizer copies what they say of themselves.
+        peft_models = super()._prepare_peft_model(models)
+        mark_tensor_parallel(models)
+        return peft_models
+
     def prepare_model(self) -> None:
         super().prepare_model()
-        mark_tensor_parallel(self.unwrapped_models)
         leave_it_to_the_gate(self.wrapped_models)
 
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
@@ -306,6 +310,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
+
+    def _residency(self) -> Residency:
+        args = self.args
+        flags: dict[str, Any] = {'sleep_level': args.sleep_level, 'offload_model': args.offload_model,
+                                 'offload_optimizer': args.offload_optimizer, 'offload_bridge': args.offload_bridge}
+        if not shares_devices(args):
+            asked = [f'--{name} {value}' for name, value in flags.items() if value and name != 'offload_bridge']
+            if asked:
+                logger.warning(f'{", ".join(asked)}: without effect in server mode, where the engine has devices of its own.')
+            flags |= {'sleep_level': 0, 'offload_model': False, 'offload_optimizer': False}
+        return Residency(MegatronMovers(self), **flags)
 
     def _initial_progress(self) -> Progress:
         args = self.args

@@ -128,7 +128,7 @@ class RankPool:
         self._directory: Path | None = None
         self._cases = 0
 
-    def run(self, function: Callable[..., Any] | str, *args: Any, world_size: int, deadline: float = 120., **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any] | str, *args: Any, world_size: int, deadline: float = 240., **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on ranks 0 to world_size-1 at once; returns their results in rank order.
 
         Raises what the first failing rank raised; RankFailure after `deadline` seconds (start of new workers not counted).
@@ -237,6 +237,15 @@ def _end_with_parent(parent: int, directory: str) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
+def _remove_if_orphan(parent: int, directory: str) -> None:
+    """The pipe is closed: by a pool that is closing, or because its process is gone, which shows a moment later."""
+    for _ in range(10):
+        if os.getppid() != parent:
+            shutil.rmtree(directory, ignore_errors=True)
+            return
+        time.sleep(0.02)
+
+
 def _resolve(name: str) -> Callable[..., Any]:
     module, _, qualname = name.partition(':')
     value: Any = importlib.import_module(module)
@@ -328,12 +337,14 @@ def _warm_up() -> Answer:
 
 def _work(ask: connection.Connection, tell: connection.Connection, directory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), directory), daemon=True).start()
+    parent = os.getppid()
+    threading.Thread(target=_end_with_parent, args=(parent, directory), daemon=True).start()
     tell.send_bytes(pickle.dumps(_warm_up()))
     while True:
         try:
             case = pickle.loads(ask.recv_bytes())
         except EOFError:
+            _remove_if_orphan(parent, directory)
             return
         answer = _run(case)
         # The answer goes out before the clean-up, which waits for nobody; peers of a failed rank learn of it by the closed connections.

@@ -46,6 +46,8 @@ def arguments(job: Job) -> list[str]:
         'reward_funcs': 'arithmetic_answer',
         'tuner_type': 'full',
         'torch_dtype': 'float32',
+        'fp16': 'false',
+        'bf16': 'false',
         'num_generations': NUM_GENERATIONS,
         'per_device_train_batch_size': PROMPTS_PER_STEP,
         'gradient_accumulation_steps': size // PROMPTS_PER_STEP,

@@ -10,7 +10,7 @@ from .server_pool import EngineLost
 if TYPE_CHECKING:
     from ..parallel import Topology
 
-__all__ = ['EngineGroup', 'EngineLost', 'RolloutEngine', 'Sampling', 'build_engine', 'engine_group']
+__all__ = ['EngineGroup', 'EngineLost', 'RolloutEngine', 'Sampling', 'build_engine', 'check_arguments', 'engine_group', 'shares_devices']
 
 
 def engine_group(rank: int, world_size: int, ranks_per_engine: int) -> EngineGroup:
@@ -20,6 +20,11 @@ def engine_group(rank: int, world_size: int, ranks_per_engine: int) -> EngineGro
     """
     return EngineGroup(index=rank // ranks_per_engine, count=world_size // ranks_per_engine, rank=rank % ranks_per_engine,
                        size=ranks_per_engine)
+
+
+def shares_devices(args: Any) -> bool:
+    """Whether the engine lies on the trainer's devices. Pure."""
+    return not (args.use_vllm and args.vllm_mode == 'server')
 
 
 def check_arguments(args: Any) -> None:
@@ -35,7 +40,7 @@ def check_arguments(args: Any) -> None:
         if not args.use_vllm and getattr(args, name) != neutral:
             raise UserError(f'--{name} {getattr(args, name)}: the transformers engine (--use_vllm false) cannot do that. Leave it out, or give '
                             '--use_vllm true --vllm_mode colocate.')
-    served = args.use_vllm and args.vllm_mode == 'server'
+    served = not shares_devices(args)
     if served:
         from .vllm_server import addresses
         addresses(args)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TORCHRUN = Path(__file__).with_name('torchrun.py')
-INTERRUPT_GRACE_S = 10.0
-"""After Ctrl-C the workers, which got it too, have this long to end before they are told to."""
+INTERRUPT_GRACE_S = 40.0
+"""After Ctrl-C the workers, which got it too, have this long to end before they are told to. Torchrun itself waits 30 s for its own."""
 
 
 def torchrun_arguments(environ: Mapping[str, str]) -> list[str] | None:
@@ -55,6 +55,8 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
             timer.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if timers and code:
+        return 128 + signal.SIGINT  # whatever ended the child after Ctrl-C
     return code if code >= 0 else 128 - code
 
 

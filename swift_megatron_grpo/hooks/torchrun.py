@@ -16,7 +16,7 @@ def main() -> None:
 
     verbose = os.environ.get('TORCHELASTIC_LOG') == '1'
     if not verbose:
-        logging.getLogger('torch.distributed').setLevel(logging.CRITICAL)
+        logging.disable(logging.ERROR)  # torchrun's loggers set levels of their own; the workers are other processes
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
@@ -31,4 +31,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
+    # The folder of this file is sys.path[0] here and holds modules with everyday names: take it away before torch is imported.
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+        del sys.path[0]
     main()

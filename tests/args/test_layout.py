@@ -40,6 +40,7 @@ def test_groups_of_a_mixed_layout(workplace):
     assert layout.vllm['groups'] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
+@pytest.mark.slow
 def test_groups_are_those_of_megatron():
     parallel_state = pytest.importorskip('megatron.core.parallel_state')
     for tp, cp, dp, pp in ((2, 1, 2, 2), (2, 2, 2, 2), (1, 2, 3, 2), (4, 1, 2, 1)):

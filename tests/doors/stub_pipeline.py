@@ -33,4 +33,4 @@ def main() -> None:
     if what == 'killed' and rank == '0':
         os.kill(os.getpid(), 9)
     if what != 'finish':
-        time.sleep(120)
+        time.sleep(600)

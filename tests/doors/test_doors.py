@@ -157,8 +157,9 @@ def test_a_dry_run_with_errors_reports_them_and_exits_with_2(stub_env, job):
 )
 def test_a_worker_that_fails_ends_all_ranks_at_once_with_its_own_words_and_code(stub_env, job, tmp_path, what, code, said):
     begun = time.perf_counter()
-    done = stub_env.run(stub_env.swift, 'rlhf', *job, '--backend', 'megatron', STUB_OUT=str(tmp_path), STUB_DO=what, **TORCHRUN_2)
-    assert time.perf_counter() - begun < 40
+    command = [stub_env.swift, 'rlhf', *job, '--backend', 'megatron']
+    done = stub_env.run(*command, STUB_OUT=str(tmp_path), STUB_DO=what, timeout=240, **TORCHRUN_2)
+    assert time.perf_counter() - begun < 200  # the other rank sleeps for 600 s; seconds on a machine that has nothing else to do
     assert done.returncode == code, done.stderr
     assert done.stderr.count(said) == 1
     assert 'ChildFailedError' not in done.stderr and 'torch.distributed.elastic' not in done.stderr
@@ -182,7 +183,7 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
             os.killpg(process.pid, number)  # Ctrl-C: the terminal signals the whole group
         else:
             process.send_signal(number)
-        _, stderr = process.communicate(timeout=45)
+        _, stderr = process.communicate(timeout=100)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -216,7 +217,8 @@ def test_rlhf_main_in_a_users_program_is_a_door(stub_env, job, tmp_path):
 @pytest.mark.slow
 def test_backend_transformers_is_ms_swifts_own_path(stub_env, job):
     # A model that cannot be loaded: what fails, and where, shows whose trainer was asked.
-    done = stub_env.run(stub_env.swift, 'rlhf', *job, '--backend', 'transformers', '--use_vllm', 'false', timeout=180)
+    theirs = [word for word in job if word not in ('--batch_check', 'exact')]
+    done = stub_env.run(stub_env.swift, 'rlhf', *theirs, '--backend', 'transformers', '--use_vllm', 'false', timeout=180)
     assert done.returncode != 0
     assert 'swift/cli/rlhf.py' in done.stdout.splitlines()[0]
     assert 'remaining_argv' not in done.stderr

@@ -1,13 +1,16 @@
 """The pool itself: results, worlds of several sizes, errors with their traceback, hung ranks, nothing left behind."""
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from swift_megatron_grpo.errors import UserError
-from tests.rank_pool import RankFailure, RankPool
+from tests.rank_pool import REPOSITORY, RankFailure, RankPool
 
 
 def summed(factor):
@@ -74,6 +77,29 @@ def test_a_hung_or_dead_rank_is_replaced_within_the_deadline():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+ABANDON = """
+import os, signal
+from tests.platform.test_rank_pool import identity
+from tests.rank_pool import RankPool
+pool = RankPool(max_world=1)
+(pid, _), = pool.run(identity, world_size=1)
+print(pid, pool._directory, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_when_the_test_process_is_killed():
+    done = subprocess.run([sys.executable, '-c', ABANDON], capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY,
+                          env=dict(os.environ, PYTHONPATH=str(REPOSITORY)))
+    assert done.returncode == -9, done.stderr
+    pid, directory = done.stdout.split()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and (Path(directory).exists() or Path(f'/proc/{pid}').exists()):
+        time.sleep(0.2)
+    assert not Path(directory).exists()
+    assert not Path(f'/proc/{pid}').exists()
 
 
 def test_a_case_that_ranks_cannot_import_is_refused_at_once(ranks):

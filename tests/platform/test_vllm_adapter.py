@@ -7,6 +7,7 @@ from tests.platform import engine_cases
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.heavy
+SECONDS = 500.  # importing vLLM and starting an engine takes half a minute of a free core, and many of a shared one
 
 
 @pytest.fixture(scope='module')
@@ -17,7 +18,7 @@ def engine_ranks() -> Iterator[RankPool]:
 
 
 def test_the_communicator_moves_bytes_and_pretends_nothing(engine_ranks):
-    for halves, raw, numbers, disabled, lacking in engine_ranks.run(engine_cases.communicate, world_size=2):
+    for halves, raw, numbers, disabled, lacking in engine_ranks.run(engine_cases.communicate, world_size=2, deadline=SECONDS):
         assert halves == [2.5, 2.5, 2.5]
         assert raw == [100, 101, 102, 103]
         assert numbers == [7., 8., 3.]
@@ -26,11 +27,11 @@ def test_the_communicator_moves_bytes_and_pretends_nothing(engine_ranks):
 
 
 def test_adapter_tensors_are_copied_and_the_policys_own_stay(engine_ranks):
-    assert engine_ranks.run(engine_cases.adapter_bytes, world_size=1) == [(False, True)]
+    assert engine_ranks.run(engine_cases.adapter_bytes, world_size=1, deadline=SECONDS) == [(False, True)]
 
 
 def test_a_server_counts_its_ranks_as_devices(engine_ranks):
-    before, after = engine_ranks.run(engine_cases.server_devices, world_size=1)[0]
+    before, after = engine_ranks.run(engine_cases.server_devices, world_size=1, deadline=SECONDS)[0]
     assert before == 0
     assert after >= 8
 
@@ -39,6 +40,6 @@ def test_a_server_counts_its_ranks_as_devices(engine_ranks):
 def test_greedy_tokens_follow_the_weights_after_each_update(kind, tiny_model):
     folder = tiny_model(kind, num_hidden_layers=2)
     with RankPool(max_world=1) as pool:
-        results = pool.run(engine_cases.reload_weights, folder, 2, world_size=1, deadline=280.)[0]
+        results = pool.run(engine_cases.reload_weights, folder, 2, world_size=1, deadline=SECONDS)[0]
     assert [equal for equal, _ in results] == [3, 3, 3]
     assert max(worst for _, worst in results) < 1e-4

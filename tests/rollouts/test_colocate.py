@@ -1,4 +1,5 @@
 """Real vLLM in the training processes: what it holds after a sync, and what it samples. An engine takes half a minute: few cases, many claims."""
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from tests.rollouts.running import greedy_of_transformers, trainer_of
 from tests.step.training import arguments
 
-pytest.importorskip('vllm')
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 VLLM = {'use_vllm': 'true', 'vllm_mode': 'colocate', 'vllm_enforce_eager': 'true', 'vllm_max_model_len': 256, 'temperature': 0.9,
         'max_completion_length': 16}
@@ -111,7 +112,8 @@ def asked_of_vllm(trainer: Any) -> list[dict[str, Any]]:
 ])
 def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, tiny_model: Any, tmp_path: Path, kind: str, world_size: int,
                                                                    layout: dict[str, Any]) -> None:
-    model = tiny_model(kind)
+    # Experts of vLLM's CPU build are padded to 32 columns a rank when they are loaded, and cannot be loaded again then: 64 / 2 fits.
+    model = tiny_model(kind, **({'moe_intermediate_size': 64} if kind == 'qwen3_moe' else {}))
     argv = arguments(tmp_path, model, **VLLM, **layout, model_type=kind)
     result = ranks.run(full_weights, argv, world_size=world_size, deadline=400.)
     for out in result:

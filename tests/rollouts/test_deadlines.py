@@ -77,6 +77,7 @@ def test_none_means_that_a_reward_function_does_not_apply(ranks: Any, tiny_model
     assert len(outcome.logs) == 1 and outcome.column('reward')[0] > 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize('kind, seconds, words', [
     ('sleeps', 3.0, 'ERROR: Reward functions did not end within 3 s on rank 1 (reward function Broken)'),
     ('dies', 600.0, ''),

@@ -45,6 +45,7 @@ def test_bytes_leave_and_come_back(ranks: Any, tiny_model: Any, tmp_path: Path) 
     assert result['equal']
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize('tuner', ['full', 'lora'])
 def test_a_training_with_offloading_is_the_same_training(ranks: Any, tiny_model: Any, tmp_path: Path, tuner: str) -> None:
     model = tiny_model('qwen3')
@@ -60,6 +61,7 @@ def test_a_training_with_offloading_is_the_same_training(ranks: Any, tiny_model:
         assert all(torch.equal(got.weights[name], weight) for name, weight in expected.weights.items()), more
 
 
+@pytest.mark.heavy
 def test_two_ranks_offload_alike(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model('qwen3')
     layout = {'tensor_model_parallel_size': 2, 'beta': 0.1}

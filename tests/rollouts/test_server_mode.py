@@ -1,4 +1,5 @@
 """A real `swift rollout` server: trained against, one generation ahead, with an adapter, and ended in the middle."""
+import importlib.util
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from tests.rollouts.running import greedy_of_transformers, trainer_and_data
 from tests.rollouts.servers import Server, free_port, start
 from tests.step.training import arguments, train
 
-pytest.importorskip('vllm')
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 LORA = {'tuner_type': 'lora', 'lora_rank': 4, 'target_modules': 'all-linear', 'lr': 1e-2}
 PROMPTS = ('what is 1 + 1?', 'compute 17 - 9')
