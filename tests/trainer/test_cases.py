@@ -159,3 +159,20 @@ def test_a_prompt_cut_from_the_left_is_trained_on_as_the_engine_saw_it(run: Any,
     # The engine's log-probabilities and the trainer's are of the same tokens after the same prompts.
     assert outcome.column('rollout_correction/log_ppl_abs_diff')[0] < 1e-4
     assert abs(outcome.column('rollout_correction/kl')[0]) < 1e-4
+
+
+def test_a_prompt_that_is_too_long_and_groups_of_equal_rewards_are_replaced_in_a_run(run: Any, tmp_path: Path) -> None:
+    data, plugin = tmp_path / 'mixed.jsonl', tmp_path / 'prompt_index_reward.py'
+    rows = ['what is 1 + 1?', '1 + 2 ' * 40, *(f'what is {i} + 2?' for i in range(6))]
+    data.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': row}], 'solution': str(i)}) + '\n' for i, row in enumerate(rows)))
+    plugin.write_text(INDEX_PLUGIN)
+    outcome, folder = run('replaced', dataset=data, max_length=60, truncation_strategy='delete', dynamic_sample='true', max_resample_times=2,
+                          global_batch_size=4, num_generations=2, train_iters=1, max_completion_length=2, external_plugins=plugin,
+                          reward_funcs='prompt_index', dataset_shuffle='false', log_completions='true')
+    log, = outcome.logs
+    # Every group has equal rewards: the first round, and two more of two prompts each.
+    assert (log['dynamic_sample/num_rounds'], log['dynamic_sample/num_sampled_groups'], log['dynamic_sample/frac_equal_groups']) == (3.0, 6.0, 1.0)
+    assert log['truncation/replaced_prompts'] == 1.0 and log['grad_norm'] == 0.0
+    completions = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
+    prompts = [row['prompt'][-1]['content'] for row in completions]
+    assert len(completions) == 4 and rows[0] == prompts[0] and rows[1] not in prompts
