@@ -31,7 +31,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     backend: Literal['megatron'] = 'megatron'
 
     # batch
-    batch_check: Literal['documented', 'exact'] = 'documented'
+    batch_check: Literal['auto', 'documented', 'exact'] = 'auto'
     max_tokens_per_micro_batch: Optional[int] = None
     max_tokens_per_forward_only_micro_batch: Optional[int] = None
 

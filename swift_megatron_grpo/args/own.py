@@ -57,9 +57,10 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField(
         'batch_check',
         'str',
-        'documented',
-        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs.',
-        ('documented', 'exact'),
+        'auto',
+        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs; auto: documented for a '
+        "batch in Megatron's names (micro_batch_size, global_batch_size), exact for one in the names of `swift rlhf`.",
+        ('auto', 'documented', 'exact'),
     ),
     OwnField(
         'max_tokens_per_micro_batch', 'int', None, 'Token budget of a packed micro-batch; default micro_batch_size sequences of any length.'

@@ -37,6 +37,22 @@ def test_a_command_without_backend_is_left_alone(workplace):
     assert (plan.is_megatron, plan.errors, plan.worker_argv, plan.arguments) == (False, [], [], [])
 
 
+@pytest.mark.parametrize('given, trained', [('0', '2147483647'), ('1', '1'), ('42', '42')])
+def test_a_seed_of_0_is_one_that_megatron_takes(workplace, given, trained):
+    plan = plan_of(f'--seed {given}')
+    assert (values_of(plan)['seed'], other_errors(plan)) == (trained, [])
+    assert action_of(plan, 'seed').action == ('converted' if given == '0' else 'kept')
+
+
+def test_a_seed_below_0_is_refused(workplace):
+    assert '--seed is -1; it is 0 or more.' in plan_of(['--seed', '-1']).errors
+
+
+def test_missing_data_are_said_once(workplace):
+    errors = resolve(['--rlhf_type', 'grpo', '--backend', 'megatron', '--model', 'tiny', '--reward_funcs', 'accuracy'], {'NPROC_PER_NODE': '8'}).errors
+    assert [error for error in errors if 'data' in error] == [error for error in errors if error.startswith('--dataset is needed')]
+
+
 def test_megatron_grpo_is_the_same_as_backend_megatron(workplace):
     plan = plan_of('', base=BASE.replace('grpo --backend megatron', 'megatron_grpo'))
     assert plan.is_megatron
