@@ -74,9 +74,6 @@ class TokenTable:
     old_logprobs_K: torch.Tensor | None = None  # float32; None: the training forward's own, detached
     ref_logprobs_K: torch.Tensor | None = None  # float32
     teacher_logprobs_K: torch.Tensor | None = None  # float32
-    keep_K: torch.Tensor | None = None  # bool; False: no policy loss for this token (entropy quantile)
-    coefficient_K: torch.Tensor | None = None  # float32; gradient of a loss that couples sequences (REAL), see step/coupled.py
-    coupled_loss: torch.Tensor | None = None  # 0-dim float32; value of such a loss over the whole step
 
     @property
     def num_tokens(self) -> int:

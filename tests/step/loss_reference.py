@@ -130,7 +130,7 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
 
 
 def prepare(config: LossConfig, step: Step, overlong_filter: bool):
-    """The step's TokenTable, with what couples its sequences worked out; and the metrics of that."""
+    """The step's TokenTable, and what couples its sequences."""
     weights_K = token_weights(
         config.loss_type,
         lengths_S=step.lengths_S,
@@ -152,14 +152,12 @@ def prepare(config: LossConfig, step: Step, overlong_filter: bool):
     passed = needs_step_pass(config, on_policy=step.old_K is None)
     coupled = couple(
         config, table, logprobs_K=step.new_K if passed else None, entropies_K=step.entropies_K if passed and config.needs_entropy else None)
-    table.weights_K, table.keep_K = coupled.weights_K, coupled.keep_K
-    table.coefficient_K, table.coupled_loss = coupled.coefficient_K, coupled.coupled_loss
-    return table, coupled.metrics
+    return table, coupled
 
 
 def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batches):
     """The sum of our micro-batches' losses, its gradient for the log-probabilities [K], and the metrics of the step."""
-    table, step_metrics = prepare(config, step, overlong_filter)
+    table, coupled = prepare(config, step, overlong_filter)
     new_K = step.new_K.clone().requires_grad_()
     total, sums = torch.zeros(()), Sums()
     for rows in micro_batches:
@@ -176,15 +174,15 @@ def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batche
                 new_logprobs_C=new_C,
                 old_logprobs_C=new_C.detach() if step.old_K is None else step.old_K[index_C],
                 advantages_C=table.advantages_K[index_C],
-                weights_C=table.weights_K[index_C],
+                weights_C=coupled.weights_K[index_C],
                 sequence_ids_C=ids_C,
                 num_sequences=len(rows),
                 ref_logprobs_C=take(table.ref_logprobs_K),
                 rollout_logprobs_C=take(table.rollout_logprobs_K),
                 entropies_C=take(step.entropies_K),
-                keep_C=take(table.keep_K),
-                coefficient_C=take(table.coefficient_K),
-                coupled_loss=table.coupled_loss))
+                keep_C=take(coupled.keep_K),
+                coefficient_C=take(coupled.coefficient_K),
+                coupled_loss=coupled.coupled_loss))
         loss.backward()
         total = total + loss.detach()
         for name, (value, count) in micro_sums.means.items():
@@ -195,5 +193,5 @@ def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batche
             sums.maximum(name, value)
     metrics = finish_metrics({name: float(value / count.clamp(min=1.0)) for name, (value, count) in sums.means.items()})
     metrics.update({name: float(-value if name.endswith('min') else value) for name, value in sums.maxima.items()})
-    metrics.update({name: float(value) for name, value in step_metrics.items()})
+    metrics.update({name: float(value) for name, value in coupled.metrics.items()})
     return total, new_K.grad, metrics

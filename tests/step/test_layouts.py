@@ -137,7 +137,12 @@ def test_chosen_modules_whole_modules_and_rank_stabilized_adapters_train_alike(r
     assert_same(run(model, 4, adapters=start, **SELECTED, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), expected)
 
 
-def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any) -> None:
+STAGES = {'tp2': {'tensor_model_parallel_size': 2}, 'pp2': {'pipeline_model_parallel_size': 2},
+          'vpp2-pp2': {'pipeline_model_parallel_size': 2, 'virtual_pipeline_model_parallel_size': 2}}
+
+
+@pytest.mark.parametrize('layout', STAGES)
+def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any, layout: str) -> None:
     model = tiny_model('qwen3')
     frozen = {**SGD, 'freeze_parameters': ['embedding', 'decoder.layers.0', 'decoder.layers.1'], 'trainable_parameters': ['decoder.layers.1.mlp']}
     expected = run(model, **frozen)
@@ -147,7 +152,7 @@ def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any) 
     assert 'model.embed_tokens.weight' in still and 'model.layers.0.mlp.up_proj.weight' in still
     assert 'model.layers.1.self_attn.q_proj.weight' in still
     assert not still & {'model.layers.1.mlp.up_proj.weight', 'model.layers.2.self_attn.q_proj.weight', 'lm_head.weight'}
-    assert_same(run(model, 2, **frozen, tensor_model_parallel_size=2), expected)
+    assert_same(run(model, 2, **frozen, **STAGES[layout]), expected)
 
 
 def test_a_vocabulary_that_tensor_parallel_ranks_cannot_share_evenly_trains_alike(run: Any, tiny_model: Any) -> None:
