@@ -42,6 +42,11 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
     assert errors[worst] < TOLERANCE, f'{worst}: {errors[worst]:.1e}'
 
 
+def marked(layouts: dict[str, Any], quick: set[str]) -> list[Any]:
+    """One layout of each kind stays in the quick suite."""
+    return [pytest.param(layout, marks=pytest.mark.quick if layout in quick else ()) for layout in layouts]
+
+
 DENSE = {
     'tp2': (2, {'tensor_model_parallel_size': 2}),
     'tp2-sp': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
@@ -60,7 +65,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize('layout', DENSE)
+@pytest.mark.parametrize('layout', marked(DENSE, quick={'tp2-sp', 'pp2', 'cp2', 'dp2'}))
 def test_a_dense_model_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
     model = tiny_model('qwen3')
     world_size, changes = DENSE[layout]
@@ -85,7 +90,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize('layout', EXPERTS)
+@pytest.mark.parametrize('layout', marked(EXPERTS, quick={'ep2-tp2-sp'}))
 def test_a_mixture_of_experts_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
     model, kind = tiny_model('qwen3_moe'), {'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none'}
     world_size, changes = EXPERTS[layout]
