@@ -40,6 +40,7 @@ class Progress:
     best_metric: float | None = None
     best_global_step: int | None = None
     num_prompts_per_generation: int = 0
+    stream_position: int = 0  # streaming data: rows read before those of the generation that is sampled next
     seed: int = 0
 
 

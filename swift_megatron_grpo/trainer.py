@@ -217,6 +217,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             progress.generation += 1
             progress.updates_in_generation = 0
 
+    @property
+    def _next_to_sample(self) -> int:
+        return self.progress.generation + (1 if self.progress.updates_in_generation > 0 else 0)
+
     def evaluate(self, val_dataset: Any) -> dict[str, float]:
         """Samples and scores the validation prompts with the current weights; changes no training state."""
         args = self.args
@@ -283,7 +287,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not prefix:
             logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
             logs['skipped_updates'] = self.progress.skipped_updates
-            logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
+            epoch = self.prompts.epoch_of(self.progress.generation)
+            logs |= {} if epoch is None else {'epoch': round(epoch, 6)}
         super().on_log(logs, prefix)
 
     def save_checkpoint(self) -> None:
@@ -291,6 +296,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return
         if self.engine is not None:
             self.ahead.drain()
+        if isinstance(self.prompts, StreamingPromptSource):
+            self.progress.stream_position = self.prompts.start_of(self._next_to_sample)
         self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
         checkpoint.save(self, self.progress)
 
@@ -346,7 +353,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:
         args = self.args
         if args.streaming:
-            return StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream = StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream.go_on(self._next_to_sample, self.progress.stream_position)
+            return stream
         return PromptSource(dataset, args.num_prompts_per_generation, shuffle=args.train_dataloader_shuffle, seed=args.data_seed)
 
     def _write_completions(self, index: int, scored: ScoredRollouts, steps: list[StepBatch]) -> None:

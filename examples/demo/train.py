@@ -41,6 +41,7 @@ def arguments(job: Job) -> list[str]:
         'model_type': 'qwen3',
         'template': 'chatml',
         'use_hf': 'true',
+        'check_model': 'false',
         'dataset': job.dataset,
         'external_plugins': 'plugins/arithmetic_reward.py',
         'reward_funcs': 'arithmetic_answer',
