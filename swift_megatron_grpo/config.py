@@ -61,6 +61,14 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     clip_cov_ratio: Optional[float] = None
     clip_cov_low: float = 1.0
     clip_cov_high: float = 5.0
+    advantage_reweight: Optional[Literal['rlsd']] = None
+    rlsd_lambda: float = 0.5
+    rlsd_reweight_clip_range: float = 0.2
+    rlsd_lambda_warmup_steps: int = 0
+    rlsd_lambda_decay_steps: int = 0
+    rlsd_negative_only: bool = False
+    sdar_loss_coef: float = 0.0
+    sdar_gate_beta: float = 5.0
     nonfinite_update: Literal['skip', 'stop'] = 'skip'
 
     # training loop, with the meaning of `swift rlhf`

@@ -128,7 +128,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self._verify_engine(scored, steps)
         self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored))
+        self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -216,6 +216,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if progress.updates_in_generation == self.args.steps_per_generation * self.args.num_iterations:
             progress.generation += 1
             progress.updates_in_generation = 0
+
+    def _updates_before(self, generation: int) -> int:
+        return generation * self.args.steps_per_generation * self.args.num_iterations
 
     @property
     def _next_to_sample(self) -> int:
@@ -347,7 +350,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
         for step, values in zip(steps, logprobs, strict=True):
             step.table.set_logprobs({name: step.own_tokens(value.to(self.device)) for name, value in values.items()})
-        self.learner.add_advantages(steps, scored)
+        self.learner.add_advantages(steps, scored, update=self._updates_before(self.progress.generation))
         return Generation(index=self.progress.generation, scored=scored, steps=steps)
 
     def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:

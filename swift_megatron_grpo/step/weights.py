@@ -60,3 +60,8 @@ def token_weights(loss_type: str,
         assert weighting == 'max_length', weighting
         weights_S = ones_S / (num_sequences * max_completion_length)
     return (weights_S * unmasked_S)[sequence_of_token_K].to(torch.float32)
+
+
+def distillation_weights(lengths_S: torch.Tensor, truncated_S: torch.Tensor, *, overlong_filter: bool) -> torch.Tensor:
+    """Weight of each token in the distillation term of SDAR, float32 [K]: 1 / (unmasked tokens of the step), whatever the policy loss is."""
+    return token_weights('bnpo', lengths_S=lengths_S, truncated_S=truncated_S, overlong_filter=overlong_filter, max_completion_length=1)

@@ -188,11 +188,27 @@ def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workpla
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
+        ('--advantage_reweight rlsd', None),
+        ('--sdar_loss_coef 0.1', None),
+        ('--advantage_reweight rlsd --sdar_loss_coef 0.1', 'choose one'),
+        ('--advantage_reweight rlsd --teacher_model_server http://127.0.0.1:1', 'teacher_model_server'),
+        ('--advantage_reweight rlsd --loss_type real', 'one a sequence'),
+        ('--advantage_reweight rlsd --rlsd_lambda 1.5', 'from 0 to 1'),
+        ('--sdar_loss_coef 0.1 --sdar_gate_beta 0', 'above 0'),
+    ],
+)
+def test_self_distillation_is_taken_and_its_contradictions_are_refused(text, words, workplace):
+    errors = other_errors(plan_of(text))
+    assert len(errors) == (0 if words is None else 1)
+    assert words is None or words in errors[0]
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
         ('--quant_bits 4', 'no QLoRA'),
         ('--quant_method bnb', 'no QLoRA'),
         ('--chord_sft_dataset x', 'CHORD'),
-        ('--advantage_reweight rlsd', 'RLSD'),
-        ('--sdar_loss_coef 0.1', 'SDAR'),
         ('--use_galore true', 'GaLore'),
         ('--lisa_activated_layers 2', 'LISA'),
         ('--tuner_type llamapro', 'adds layers'),

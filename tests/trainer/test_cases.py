@@ -182,9 +182,9 @@ def test_a_stream_whose_rows_are_partly_left_out_goes_on_where_it_stopped(run: A
     data = tmp_path / 'stream.jsonl'
     rows = ['1 + 2 ' * 40 if i in (1, 4, 5, 9) else f'what is {i} + 2?' for i in range(24)]
     data.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': row}], 'solution': str(i)}) + '\n' for i, row in enumerate(rows)))
-    changes = {'dataset': data, 'streaming': 'true', 'dataset_shuffle': 'false', 'max_length': 60, 'truncation_strategy': 'delete', 'global_batch_size': 4, 'num_generations': 2,
-               'train_iters': 4, 'generation_batch_size': 8, 'max_completion_length': 4, 'save_strategy': 'steps', 'save_steps': 1,
-               'log_completions': 'true'}
+    changes = {'dataset': data, 'streaming': 'true', 'dataset_shuffle': 'false', 'max_length': 60, 'truncation_strategy': 'delete',
+               'global_batch_size': 4, 'num_generations': 2, 'train_iters': 4, 'generation_batch_size': 8, 'max_completion_length': 4,
+               'save_strategy': 'steps', 'save_steps': 1, 'log_completions': 'true'}
     straight, folder = run('stream', **changes)
     # of rows 0 to 6 three, of rows 7 to 11 one
     assert [row.get('truncation/replaced_prompts') for row in straight.logs] == [3.0, None, 1.0, None]
