@@ -102,6 +102,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
                 # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
                 self.fp16 = self.bf16 = False
+        if self.optimizer == 'sgd':
+            self.use_distributed_optimizer = False  # it takes adam only
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()

@@ -262,6 +262,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
         self.gate = FiniteGate(optimizer)
+        checkpoint.let_sgd_be_loaded(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
                 optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -284,8 +285,20 @@ def layout_flags(t: Translation) -> None:
             '--replay_rollouts loads no engine, so there is nothing to evaluate with. Give --eval_strategy no, or leave the validation '
             'data out.'
         )
+    _optimizer(t)
     if t.effective('optimizer') == 'muon' and (t.effective('overlap_grad_reduce') or t.effective('overlap_param_gather')):
         t.errors.append('--optimizer muon does not go with --overlap_grad_reduce or --overlap_param_gather; use --optimizer dist_muon.')
+
+
+def _optimizer(t: Translation) -> None:
+    kind = t.effective('optimizer')
+    if kind == 'sgd':
+        if t.asked('use_distributed_optimizer'):
+            t.errors.append('--use_distributed_optimizer true goes with adam, and the optimizer is sgd. Leave it out, or use --optim adamw_torch.')
+        t.default('use_distributed_optimizer', False, "Megatron's distributed optimizer takes adam only")
+    if kind in ('muon', 'dist_muon') and importlib.util.find_spec('emerging_optimizers') is None:
+        missing = f'--optimizer {kind} needs the package emerging-optimizers (module emerging_optimizers), which is not installed here.'
+        (t.warnings if t.asked('dry_run') not in (None, 'false') else t.errors).append(missing)
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:

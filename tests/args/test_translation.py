@@ -48,6 +48,18 @@ def test_a_seed_below_0_is_refused(workplace):
     assert '--seed is -1; it is 0 or more.' in plan_of(['--seed', '-1']).errors
 
 
+def test_sgd_goes_without_the_distributed_optimizer(workplace):
+    plan = plan_of('--optim sgd')
+    assert (values_of(plan)['use_distributed_optimizer'], other_errors(plan)) == ('false', [])
+    assert 'goes with adam' in other_errors(plan_of('--optim sgd --use_distributed_optimizer true'))[0]
+
+
+def test_muon_needs_its_package(workplace):
+    assert 'emerging-optimizers' in other_errors(plan_of('--optim muon'))[0]
+    plan = plan_of('--optim muon --dry_run true')
+    assert other_errors(plan) == [] and any('emerging-optimizers' in warning for warning in plan.warnings)
+
+
 def test_missing_data_are_said_once(workplace):
     errors = resolve(['--rlhf_type', 'grpo', '--backend', 'megatron', '--model', 'tiny', '--reward_funcs', 'accuracy'], {'NPROC_PER_NODE': '8'}).errors
     assert [error for error in errors if 'data' in error] == [error for error in errors if error.startswith('--dataset is needed')]
@@ -160,7 +172,7 @@ def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed
     ],
 )
 def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, action, workplace):
-    plan = plan_of(text)
+    plan = plan_of(f'--dry_run true {text}')
     assert other_errors(plan) == []
     assert values_of(plan)[name] == value
     given = next(word for word in reversed(text.split()) if word.startswith('--')).lstrip('-').partition('=')[0]
