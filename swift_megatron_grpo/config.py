@@ -69,6 +69,13 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     rlsd_negative_only: bool = False
     sdar_loss_coef: float = 0.0
     sdar_gate_beta: float = 5.0
+    chord_sft_dataset: List[str] = field(default_factory=list)
+    chord_sft_per_device_train_batch_size: Optional[int] = None
+    chord_enable_phi_function: bool = False
+    chord_mu_warmup_steps: Optional[int] = None
+    chord_mu_decay_steps: Optional[int] = None
+    chord_mu_peak: Optional[float] = None
+    chord_mu_valley: Optional[float] = None
     nonfinite_update: Literal['skip', 'stop'] = 'skip'
 
     # training loop, with the meaning of `swift rlhf`

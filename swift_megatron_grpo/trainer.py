@@ -32,6 +32,7 @@ from .step import frozen
 from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
+from .step.expert import Experts
 from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
 from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
@@ -58,7 +59,7 @@ class Generation:
 class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
-    def __init__(self, args: Any, template: Any):
+    def __init__(self, args: Any, template: Any, expert_dataset: Any = None):
         refuse_unknown_rewards(args)  # before a model is built
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
@@ -76,6 +77,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for name in self.learner.config.without_effect():
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
+        self.experts = Experts(args, expert_dataset, self.batches, self.topology.dp_size) if expert_dataset is not None else None
         self.engine: RolloutEngine | None = None
         self.residency = self._residency()
         if args.replay_rollouts is None:
@@ -164,7 +166,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self.learner.gradients(step, update=self.state.iteration, on_policy=self.progress.updates_in_generation == 0)
+        update = self.state.iteration
+        share = self.experts.share(update) if self.experts is not None else 0.0
+        sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share,
+                                      experts=self.experts.batch(update) if share > 0.0 else None)
+        if self.experts is not None:
+            self.window.add_values({'chord/mu': share})
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)

@@ -178,6 +178,7 @@ def rewards_and_losses(t: Translation) -> None:
         t.errors.append('--teacher_model and --teacher_model_server are both given; one of them is the teacher.')
     _teacher_limits(t, bool(teacher), functions)
     _self_distillation(t, functions)
+    _experts(t)
     if t.effective('kl_cov_ratio') and t.effective('clip_cov_ratio'):
         t.errors.append('--kl_cov_ratio and --clip_cov_ratio are both given; they are two answers to one question, choose one.')
     if t.effective('clip_cov_low') > t.effective('clip_cov_high'):
@@ -222,6 +223,22 @@ def _self_distillation(t: Translation, functions: list[str]) -> None:
                             'a sequence.')
     if t.effective('sdar_loss_coef') and t.effective('sdar_gate_beta') <= 0:
         t.errors.append(f'--sdar_gate_beta is {t.effective("sdar_gate_beta"):g}; it is above 0.')
+
+
+def _experts(t: Translation) -> None:
+    if not t.effective('chord_sft_dataset'):
+        return
+    for name, low, high in (('sft_per_device_train_batch_size', 1, None), ('mu_warmup_steps', 0, None), ('mu_decay_steps', 0, None),
+                            ('mu_peak', 0, 1), ('mu_valley', 0, 1)):
+        value = t.effective(f'chord_{name}')
+        allowed = f'from {low} to {high}' if high is not None else f'{low} or more'
+        if value is None:
+            t.errors.append(f'--chord_sft_dataset needs --chord_{name} ({allowed}).')
+        elif value < low or (high is not None and value > high):
+            t.errors.append(f'--chord_{name} is {value:g}; it is {allowed}.')
+    if t.effective('router_replay_mode') not in (None, 'disabled'):
+        t.errors.append(f'--chord_sft_dataset does not go with --router_replay_mode {t.effective("router_replay_mode")}: no rollout has routed the '
+                        'expert answers. Leave one of them out.')
 
 
 def tuner(t: Translation) -> None:

@@ -48,6 +48,24 @@ def test_a_seed_below_0_is_refused(workplace):
     assert '--seed is -1; it is 0 or more.' in plan_of(['--seed', '-1']).errors
 
 
+CHORD = '--chord_sft_dataset data.jsonl --chord_sft_per_device_train_batch_size 1 --chord_mu_warmup_steps 0 --chord_mu_decay_steps 10 --chord_mu_peak 0.5'
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--chord_mu_valley 0.1', None),
+        ('', '--chord_sft_dataset needs --chord_mu_valley (from 0 to 1)'),
+        ('--chord_mu_valley 2', '--chord_mu_valley is 2'),
+        ('--chord_mu_valley 0.1 --router_replay_mode R2', 'no rollout has routed'),
+    ],
+)
+def test_expert_answers_are_taken_with_all_that_they_need(text, words, workplace):
+    errors = other_errors(plan_of(f'{CHORD} {text}'))
+    assert len(errors) == (0 if words is None else 1)
+    assert words is None or words in errors[0]
+
+
 def test_sgd_goes_without_the_distributed_optimizer(workplace):
     plan = plan_of('--optim sgd')
     assert (values_of(plan)['use_distributed_optimizer'], other_errors(plan)) == ('false', [])
@@ -220,7 +238,6 @@ def test_self_distillation_is_taken_and_its_contradictions_are_refused(text, wor
     [
         ('--quant_bits 4', 'no QLoRA'),
         ('--quant_method bnb', 'no QLoRA'),
-        ('--chord_sft_dataset x', 'CHORD'),
         ('--use_galore true', 'GaLore'),
         ('--lisa_activated_layers 2', 'LISA'),
         ('--tuner_type llamapro', 'adds layers'),
