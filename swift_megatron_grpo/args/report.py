@@ -132,6 +132,7 @@ def _batch(lines: list[str], b: BatchPlan) -> None:
             else ' (whole groups in a generation)'
         )
     )
+    lines += [f'  {note}' for note in b.notes]
     if b.swift_global_batch_size != b.global_batch_size:
         lines.append(f'  under data parallel alone the script would have global_batch_size {b.swift_global_batch_size}')
 

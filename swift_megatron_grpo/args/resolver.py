@@ -112,7 +112,6 @@ def _batch(t: Translation, world_size: int) -> BatchPlan | None:
     plan = result.plan
     if plan is None:
         return None
-    t.warnings += plan.notes
     for name, value in (
         ('micro_batch_size', plan.micro_batch_size),
         ('global_batch_size', plan.global_batch_size),

@@ -89,7 +89,7 @@ SENTENCES: dict[str, str] = {
     'weights are read from the checkpoint; initialise them with transformers and save them first': '权重从检查点读取；请先用 transformers 初始化并保存',
     'sequences are packed, or padded on the right, whatever the engine does': '序列会打包，或在右侧填充，与引擎无关',
     'the gradient does not depend on it; packed where nothing is said': '梯度与它无关；不写时打包',
-    'where context_parallel_size is not given; its optimizer steps a generation are kept': '在没有写 context_parallel_size 时生效；每次生成的优化器步数保持不变',
+    'where context_parallel_size is not given; gradient_accumulation_steps is multiplied by it, as in swift rlhf, so that an optimizer step and a generation keep their size': '在没有写 context_parallel_size 时生效；与 swift rlhf 一样，gradient_accumulation_steps 会乘以它，因此每个优化器步和每次生成的大小保持不变',
     'GRPO reads prompts, not tokens, in swift rlhf too; give --dataset': 'GRPO 读取 prompt 而不是 token，swift rlhf 也一样；请给出 --dataset',
     'belongs to decision tasks': '属于 decision 任务',
     'Megatron trains unquantised weights (no QLoRA); leave it out, or train with --tuner_type lora in bfloat16': 'Megatron 训练未量化的权重（没有 QLoRA）；请去掉，或用 bfloat16 的 --tuner_type lora',
