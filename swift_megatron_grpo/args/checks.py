@@ -221,8 +221,6 @@ def tuner(t: Translation) -> None:
             '--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
             f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.'
         )
-    if t.effective('async_save') and t.effective('save_total_limit') is not None:
-        t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
 
 
 def newer_megatron(t: Translation) -> None:

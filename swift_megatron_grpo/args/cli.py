@@ -116,7 +116,7 @@ def _read(name: str) -> tuple[scripts.Script, bool]:
         return scripts.read_yaml(name, os.environ), True
     try:
         with open(name, encoding='utf-8') as file:
-            return scripts.read_script(file.read(), os.environ), False
+            return scripts.read_script(file.read(), os.environ, name), False
     except OSError as error:
         raise UserError(f'{name} cannot be read: {error.strerror}.') from None
     except UnicodeDecodeError:

@@ -12,7 +12,10 @@ def engine(t: Translation) -> None:
     hosts = [name for name in ('vllm_server_host', 'vllm_server_base_url') if t.effective(name)]
     if use_vllm and mode is None:
         t.errors.append(
-            '--use_vllm true needs --vllm_mode: colocate (the engine shares these devices) or server (with --vllm_server_host).'
+            f'--use_vllm true needs --vllm_mode, in swift rlhf too; --{hosts[0]} is given, so: --vllm_mode server.'
+            if hosts
+            else '--use_vllm true needs --vllm_mode, in swift rlhf too: colocate (the engine shares these devices) or server (with '
+            '--vllm_server_host).'
         )
     if mode is not None and not use_vllm:
         t.errors.append(f'--vllm_mode {mode} is given with --use_vllm false. Leave --use_vllm out, or leave --vllm_mode out.')
@@ -67,9 +70,9 @@ def engine(t: Translation) -> None:
     limit, completion = t.effective('vllm_max_model_len'), t.effective('max_completion_length')
     if use_vllm and limit is not None:
         if limit <= completion:
-            t.errors.append(
-                f'--vllm_max_model_len {limit} leaves no room for a prompt beside max_completion_length {completion}; it is prompt plus '
-                f'completion, so at least {completion + (t.effective("max_length") or 512)}.'
+            t.warnings.append(
+                f'vllm_max_model_len {limit} leaves no room for a prompt beside max_completion_length {completion}: every answer is cut to '
+                f'what its prompt leaves of {limit}. For whole answers give at least {completion + (t.effective("max_length") or 512)}.'
             )
         elif t.effective('max_length') and limit < t.effective('max_length') + completion:
             t.warnings.append(

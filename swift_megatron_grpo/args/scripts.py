@@ -46,9 +46,9 @@ class Script:
     notes: list[str]
 
 
-def read_script(text: str, environ: Mapping[str, str]) -> Script:
-    """All training commands of a shell script. Nothing is executed."""
-    reader = ScriptReader(text, environ)
+def read_script(text: str, environ: Mapping[str, str], name: str = '') -> Script:
+    """All training commands of a shell script, which lies at ``name`` where that is known. Nothing is executed."""
+    reader = ScriptReader(text, environ, name)
     script = Script(text=text, found=[], servers=[], notes=[])
     for command in reader.read():
         words = command.words
@@ -135,14 +135,14 @@ def _launcher(words: list[str]) -> dict[str, str]:
 
 def write_script(script: Script) -> str:
     """The script with ` --backend megatron` behind each `swift rlhf`, and nothing else changed (`megatron rlhf` becomes `swift rlhf`)."""
-    changes: list[tuple[int, int, str]] = []
+    changes: set[tuple[int, int, str]] = set()  # a function that is called twice stands in the file once
     for item in script.found:
         words = [] if item.has_backend else ['--backend', 'megatron']
         words += item.extra
         if words:
-            changes.append((item.insert_at, item.insert_at, ' ' + ' '.join(words)))
+            changes.add((item.insert_at, item.insert_at, ' ' + ' '.join(words)))
         if item.program_span is not None:
-            changes.append((*item.program_span, 'swift'))
+            changes.add((*item.program_span, 'swift'))
     text = script.text
     for start, end, new in sorted(changes, reverse=True):
         text = text[:start] + new + text[end:]

@@ -51,7 +51,7 @@ SCRIPTS = [
     (
         'sequence parallel: two processes share a micro-batch',
         '--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sequence_parallel_size 2 --steps_per_generation 4 '
-        '--num_generations 4 --padding_free true --num_train_epochs 1 --warmup_ratio 0.25',
+        '--num_generations 4 --num_train_epochs 1 --warmup_ratio 0.25',
         4,
         65,
     ),

@@ -73,7 +73,7 @@ SENTENCES: dict[str, str] = {
     'belongs to use_galore': '属于 use_galore',
     'LISA thaws layers step by step, and Megatron fixes its gradient buffers at the start; use lora or full': 'LISA 逐步解冻层，而 Megatron 在开始时固定梯度缓冲；请用 lora 或 full',
     'belongs to lisa_activated_layers': '属于 lisa_activated_layers',
-    'use --async_save true': '请用 --async_save true',
+    'a checkpoint is moved into place when it is complete': '检查点写完整之后才移动到位',
     'start with torchrun (NPROC_PER_NODE, NNODES); rollouts on other machines: --vllm_mode server': '请用 torchrun 启动（NPROC_PER_NODE、NNODES）；在别的机器上 rollout：--vllm_mode server',
     'belongs to use_ray': '属于 use_ray',
     'the Megatron logger reads swanlab_project and swanlab_exp_name; set SWANLAB_API_KEY and SWANLAB_MODE in the environment': 'Megatron 日志读取 swanlab_project 与 swanlab_exp_name；请在环境中设置 SWANLAB_API_KEY 与 SWANLAB_MODE',
