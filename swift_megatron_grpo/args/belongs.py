@@ -67,7 +67,9 @@ def alone(t: Translation) -> list[str]:
             if name in t.given and t.given[name].value != all_fields()[name].default and not any(f'--{name}' in error for error in t.errors)
         ]
         if given:
-            elsewhere = ' The rollout server has its own.' if parent == 'multi_turn_scheduler' and t.effective('vllm_mode') == 'server' else ''
+            elsewhere = (
+                ' The rollout server has its own.' if parent == 'multi_turn_scheduler' and t.effective('vllm_mode') == 'server' else ''
+            )
             wanted = f'--{parent} {show(acting[0])}' if acting is not None else f'--{parent}'
             warnings.append(f'{", ".join("--" + name for name in given)} acts with {wanted} only, and has no effect here.{elsewhere}')
     return warnings

@@ -69,7 +69,18 @@ RANGES = (
 
 def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
-    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, newer_megatron, paths):
+    for check in (
+        required,
+        schedule_names,
+        ranges,
+        engine,
+        rewards_and_losses,
+        tuner,
+        best_checkpoint,
+        layout_flags,
+        newer_megatron,
+        paths,
+    ):
         check(t)
     if config is not None:
         against_model(t, config)
@@ -220,6 +231,28 @@ def tuner(t: Translation) -> None:
         t.errors.append(
             '--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
             f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.'
+        )
+
+
+def best_checkpoint(t: Translation) -> None:
+    """load_best_model_at_end: each checkpoint must have an evaluation (transformers.TrainingArguments)."""
+    if not t.effective('load_best_model_at_end'):
+        return
+    save, evaluate = t.effective('save_strategy'), t.effective('eval_strategy')
+    if evaluate == 'no':
+        t.errors.append(
+            '--load_best_model_at_end true chooses by evaluations, and nothing is evaluated: give --val_dataset or --split_dataset_ratio, '
+            f'and --eval_strategy {save}.'
+        )
+    elif save != evaluate:
+        t.errors.append(
+            f'--load_best_model_at_end true needs the same --save_strategy ({save}) and --eval_strategy ({evaluate}), as in swift rlhf: '
+            'a checkpoint is judged by the evaluation of its step.'
+        )
+    elif save == 'steps' and t.effective('eval_steps') and t.effective('save_steps') % t.effective('eval_steps'):
+        t.errors.append(
+            f'--load_best_model_at_end true needs --save_steps ({t.effective("save_steps")}) to be a multiple of --eval_steps '
+            f'({t.effective("eval_steps")}), as in swift rlhf: a checkpoint is judged by the evaluation of its step.'
         )
 
 

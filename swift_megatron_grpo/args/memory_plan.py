@@ -105,6 +105,6 @@ def _does_not_fit(t: Translation, result: dict[str, Any], settings: memory.Setti
         ways.append('--offload_model true --offload_optimizer true frees the trainer while sampling')
     if best is not None:
         ways.append(
-            f'the fewest devices that hold training alone are {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
+            f'the fewest devices that hold training alone: {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
         )
-    t.warnings.append(f'The estimate is {need} a device: it does not fit.' + (' ' + '; '.join(ways) + '.' if ways else ''))
+    t.warnings.append(f'The estimate is {need} a device: it does not fit.' + (f' What would help: {"; ".join(ways)}.' if ways else ''))

@@ -111,7 +111,7 @@ FORMER = {
     'moe_aux_loss_coef': 'moe_aux_loss_coeff',
     'gradient_clipping': 'max_grad_norm',
 }
-_RAY = "It belongs to the Ray trainer of ms-swift, whose file has a group of arguments for each part; here all arguments stand at the top."
+_RAY = 'It belongs to the Ray trainer of ms-swift, whose file has a group of arguments for each part; here all arguments stand at the top.'
 _GONE = {
     'gc_collect_after_offload': 'Memory is given back after each offload by itself; leave it out.',
     'load_safetensors': 'Safetensors are read by themselves; leave it out.',

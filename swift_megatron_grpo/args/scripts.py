@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -178,13 +177,16 @@ def read_yaml_text(text: str, path: str, environ: Mapping[str, str]) -> Script:
 
 
 def write_yaml(script: Script, path: str) -> str:
-    """The file with one key more: backend: megatron, beside rlhf_type where it stands."""
+    """The file with one key more, and nothing else changed: backend: megatron, beside rlhf_type where it stands."""
     if script.found[0].has_backend:
         return script.text
-    if path.lower().endswith('.json'):
-        content = json.loads(script.text)
-        return json.dumps({'backend': 'megatron', **content}, ensure_ascii=False, indent=2) + '\n'
-    match = re.search(r'^rlhf_type\s*:.*$', script.text, flags=re.MULTILINE)
+    opening = re.match(r'(?:\s*(?:#.*|---)?\n)*\s*\{', script.text)
+    if opening is not None:  # JSON, or YAML in its manner
+        blank = re.match(r'\s*', script.text[opening.end() :])
+        key = 'backend: megatron' if re.match(r'[\w-]+\s*:', script.text[opening.end() :].lstrip()) else '"backend": "megatron"'
+        return script.text[: opening.end()] + (blank.group() if blank else '') + key + ',' + (script.text[opening.end() :] or '')
+    match = re.search(r'^["\']?rlhf_type["\']?\s*:.*$', script.text, flags=re.MULTILINE)
     if match is None:
         return script.text.rstrip('\n') + '\nbackend: megatron\n'
-    return script.text[: match.end()] + '\nbackend: megatron' + script.text[match.end() :]
+    end = match.end() - match.group().endswith('\r')
+    return script.text[:end] + ('\r' if end < match.end() else '') + '\nbackend: megatron' + script.text[end:]

@@ -308,14 +308,7 @@ class Parser:
 
     def _redirection(self, node: Node) -> bool:
         match = _REDIRECTION.match(self.text, self.position)
-        placeholder = _PLACEHOLDER.match(self.text, self.position)
-        if placeholder is not None:
-            self.placeholders.append(placeholder.group())
-            parts: list[Part] = [(placeholder.group(), True, False)]
-            node.words.append(Word(parts=parts, start=self.position, end=placeholder.end()))
-            self.position = placeholder.end()
-            return True
-        if match is None:
+        if match is None or self._goes_on():
             return False
         self.position = match.end()
         self._skip_blank()
@@ -356,9 +349,13 @@ class Parser:
         """The word at the position, up to a blank or an operator."""
         text, start = self.text, self.position
         parts: list[Part] = []
-        while self.position < len(text) and (text[self.position] not in ends or text.startswith(('<(', '>('), self.position)):
+        while self.position < len(text) and (text[self.position] not in ends or self._goes_on()):
             char = text[self.position]
-            if text.startswith('\\\n', self.position):
+            if (placeholder := _PLACEHOLDER.match(text, self.position)) is not None:
+                self.placeholders.append(placeholder.group())
+                parts.append((placeholder.group(), True, False))
+                self.position = placeholder.end()
+            elif text.startswith('\\\n', self.position):
                 self.position += 2
             elif char == '\\':
                 parts.append((text[self.position + 1 : self.position + 2], True, False))
@@ -380,6 +377,10 @@ class Parser:
         if self.position == start:
             self.position += 1  # a stray operator character
         return Word(parts=parts, start=start, end=self.position)
+
+    def _goes_on(self) -> bool:
+        """Whether what looks like an operator is part of a word: <( ... ), >( ... ), a <placeholder>."""
+        return self.text.startswith(('<(', '>('), self.position) or _PLACEHOLDER.match(self.text, self.position) is not None
 
     def _single_quotes(self, parts: list[Part]) -> None:
         escapes = self._at('$')

@@ -185,7 +185,7 @@ SENTENCES: dict[str, str] = {
     'Warm-up as a share of all steps (rounded up).': '预热占总步数的比例（向上取整）。',
     'steps, epoch, or no (no checkpoint at all, as in swift rlhf).': 'steps、epoch 或 no（完全不保存，与 swift rlhf 相同）。',
     'no, steps, epoch; None: as save_strategy.': 'no、steps、epoch；None：同 save_strategy。',
-    'Link the best checkpoint (metric_for_best_model) as the final one.': '把最好的检查点（metric_for_best_model）链接为最终检查点。',
+    'true: at the end `last-checkpoint` and last_model_checkpoint refer to the checkpoint with the best metric_for_best_model.': 'true：训练结束时，`last-checkpoint` 和 last_model_checkpoint 指向 metric_for_best_model 最好的检查点。',
     'Checkpoint folder to go on from.': '从该检查点目录继续。',
     'true: take the weights of resume_from_checkpoint and start everything else anew.': 'true：取 resume_from_checkpoint 的权重，其余重新开始。',
     'Smallest probability relative to the most likely token.': '相对于最可能 token 的最小概率。',
