@@ -213,7 +213,12 @@ def _teacher_limits(t: Translation, teacher: bool, functions: list[str]) -> None
 
 def tuner(t: Translation) -> None:
     kind = t.effective('tuner_type')
-    if kind != 'full' and t.effective('ref_model'):
+    if kind != 'full' and t.effective('ref_model') and t.effective('beta') == 0.0:
+        t.warnings.append(
+            f'--ref_model {t.effective("ref_model")} has no effect with --beta 0: there is no reference, in swift rlhf neither.'
+        )
+        t.values['ref_model'] = None
+    elif kind != 'full' and t.effective('ref_model'):
         t.errors.append(
             f'--ref_model is given with --tuner_type {kind}: the reference of an adapter is the model without it, in swift rlhf too. Leave '
             '--ref_model out, or give --ref_adapters.'
