@@ -228,6 +228,18 @@ def tuner(t: Translation) -> None:
             '--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with '
             '--tuner_type lora.'
         )
+    for name in ('ref_adapters', 'mcore_adapter', 'mcore_ref_adapter'):
+        if kind == 'full' and t.effective(name):
+            t.errors.append(
+                f'--tuner_type full is given with --{name}, and ms-swift would train LoRA then. Merge the adapter first (swift export '
+                '--merge_lora true) and give the folder as --model or --ref_model, or train with --tuner_type lora.'
+            )
+    if kind == 'lora_llm' and t.asked('merge_lora') is False:
+        t.errors.append('--tuner_type lora_llm needs --merge_lora true: its checkpoints are whole models.')
+    if t.effective('optimizer') not in ('muon', 'dist_muon'):
+        for name in ('muon_lr', 'muon_min_lr'):
+            if t.asked(name) is not None:
+                t.errors.append(f'--{name} {t.asked(name):g} belongs to --optimizer muon or dist_muon.')
     if len(t.effective('adapters') or []) > 1:
         t.errors.append(f'--adapters has {len(t.effective("adapters"))} entries; one adapter can be trained on.')
     if kind == 'lora_llm' and not t.effective('no_save_optim'):

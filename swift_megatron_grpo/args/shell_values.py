@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,8 @@ _LEVELS = (('||',), ('&&',), ('|',), ('^',), ('&',), ('==', '!='), ('<', '>', '<
 def regex_of(pattern: Sequence[tuple[str, bool]], *, greedy: bool = True) -> str:
     """A shell pattern as a regular expression. ``pattern`` holds (text, quoted) pieces; quoted characters are literal."""
     result = ''
-    for text, quoted in pattern:
+    for quoted, pieces in itertools.groupby(pattern, key=lambda piece: piece[1]):
+        text = ''.join(piece for piece, _ in pieces)
         if quoted:
             result += re.escape(text)
             continue

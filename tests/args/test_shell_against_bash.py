@@ -8,6 +8,8 @@ import pytest
 
 from swift_megatron_grpo.args import scripts
 
+from . import random_scripts
+
 # `swift` prints its words; what would reach out of the test does nothing
 PRELUDE = r"""
 swift() { printf 'BEGIN\0'; printf '%s\0' "$@"; printf 'END\0'; }
@@ -421,3 +423,16 @@ def test_text_that_is_no_script_is_read_without_an_error():
         '[[',
     ):
         scripts.read_script(text, {})
+
+
+@pytest.mark.skipif(shutil.which('bash') is None, reason='bash is not here')
+@pytest.mark.parametrize('block', range(4))
+def test_scripts_drawn_at_random_are_read_as_bash_reads_them(block, tmp_path):
+    calls = 0
+    for seed in range(25 * block, 25 * block + 25):
+        text = random_scripts.draw(seed)
+        expected = passed_by_bash(text, tmp_path)
+        script = scripts.read_script(text, {'HOME': '/home/u'}, 'script.sh')
+        assert [item.argv for item in script.found] == expected, (text, script.notes)
+        calls += len(expected)
+    assert calls >= 25, 'otherwise little is compared'

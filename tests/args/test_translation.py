@@ -314,6 +314,9 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--vllm_mode server --vllm_server_host a b c --vllm_server_group_port 1 2', '3 servers'),
         ('--vllm_mode server --vllm_server_host a b c --vllm_server_port 1 2', '3 hosts'),
         ('--reward_model m/r --reward_model_plugin genrn', 'Did you mean genrm?'),
+        ('--tuner_type full --ref_adapters some/adapter', 'ms-swift would train LoRA then'),
+        ('--tuner_type lora_llm --save_only_model true --merge_lora false', '--merge_lora true'),
+        ('--muon_lr 1e-3', '--optimizer muon'),
     ],
 )
 def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(text, words, workplace):
