@@ -160,7 +160,10 @@ def test_plan_reads_a_script_and_writes_it_back(workplace, capsys):
     report = json.loads(out)
     assert code == 0, report['errors']
     assert (report['batch_plan']['world_size'], report['batch_plan']['dp_size']) == (4, 2)
-    assert (workplace / 'new.sh').read_text(encoding='utf-8') == script.replace('swift rlhf', 'swift rlhf --backend megatron')
+    written = script.replace('swift rlhf', 'swift rlhf --backend megatron').rstrip('\n') + ' --tensor_model_parallel_size 2\n'
+    assert (workplace / 'new.sh').read_text(encoding='utf-8') == written
+    code, out, _ = run_cli(capsys, 'plan', 'new.sh', '--json')
+    assert (code, json.loads(out)['batch_plan'], json.loads(out)['command']) == (0, report['batch_plan'], report['command'])
     (workplace / 'bad.sh').write_text(script.replace('--reward_funcs', '--rewardfuncs'), encoding='utf-8')
     code, out, _ = run_cli(capsys, 'plan', 'bad.sh')
     assert code == 2

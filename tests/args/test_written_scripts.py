@@ -5,6 +5,7 @@ import random
 import pytest
 
 from swift_megatron_grpo.args import resolve, scripts
+from swift_megatron_grpo.errors import UserError
 
 WORDS = ('a b', "it's", 'say "hi"', '\\boxed{}', '$HOME', '{"x": 1}', '#5', 'two\nlines', '*', 'a;b|c&d', 'tab\there', '(x)', '', '中文')
 
@@ -108,3 +109,44 @@ def test_a_written_configuration_differs_by_one_key(name, text, written):
     again = scripts.read_yaml_text(written, name, {})
     assert again.found[0].has_backend
     assert sorted(again.found[0].argv) == sorted(['--backend', 'megatron', *script.found[0].argv])
+
+
+@pytest.mark.parametrize(
+    ('text', 'written'),
+    [
+        ('swift rlhf --beta 0 > log 2>&1 &\n', "swift rlhf --backend megatron --beta 0 --tp 4 --system 'a b' > log 2>&1 &\n"),
+        ('swift rlhf \\\n  --beta 0 \\\n\nwait\n', "swift rlhf --backend megatron \\\n  --beta 0 --tp 4 --system 'a b' \\\n\nwait\n"),
+        ('swift rlhf "$@"\n', 'swift rlhf --backend megatron --tp 4 --system \'a b\' "$@"\n'),
+        ('swift rlhf', "swift rlhf --backend megatron --tp 4 --system 'a b'"),
+        ('swift rlhf --backend megatron', "swift rlhf --backend megatron --tp 4 --system 'a b'"),
+        ('swift rlhf run.yaml', "swift rlhf run.yaml --backend megatron --tp 4 --system 'a b'"),
+    ],
+)  # fmt: skip
+def test_added_arguments_are_written_at_the_end_of_the_command(text, written):
+    more = ['--tp', '4', '--system', 'a b']
+    assert scripts.write_script(scripts.read_script(text, {}), more) == written
+
+
+def test_added_arguments_are_written_as_keys_of_a_configuration():
+    more = [
+        '--tensor_model_parallel_size',
+        '4',
+        '--reward_funcs',
+        'a',
+        'b',
+        '--sequence-parallel',
+        'true',
+        '--system',
+        'x: y',
+        '--model',
+        'a/b',
+    ]
+    script = scripts.read_yaml_text('rlhf_type: grpo\nbeta: 0\n', 'a.yaml', {})
+    assert scripts.write_yaml(script, 'a.yaml', more) == (
+        'rlhf_type: grpo\nbackend: megatron\ntensor_model_parallel_size: 4\nreward_funcs: ["a", "b"]\nsequence_parallel: true\n'
+        'system: "x: y"\nmodel: a/b\nbeta: 0\n'
+    )
+    script = scripts.read_yaml_text('{"rlhf_type": "grpo"}', 'a.json', {})
+    assert scripts.write_yaml(script, 'a.json', more[:2]) == '{"backend": "megatron","tensor_model_parallel_size": 4,"rlhf_type": "grpo"}'
+    with pytest.raises(UserError, match='a.json has rlhf_type already; change it there'):
+        scripts.write_yaml(script, 'a.json', ['--rlhf_type', 'grpo'])
