@@ -23,6 +23,9 @@ from .shell_values import Arithmetic, Verdict, matches, test
 _DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
 _SILENT = ('shift', 'source', '.', 'trap', 'echo', 'set', 'printf', 'read', 'let', 'test', '[', ':', 'true', 'false', 'return', 'exit', 'break',
            'continue', 'mapfile', 'readarray', 'shopt', 'ulimit', 'alias', 'wait')  # fmt: skip
+# commands that give a word to a shell
+_SHELLS = ('bash', 'sh', 'zsh', 'ssh', 'docker', 'kubectl', 'tmux', 'screen', 'srun', 'pdsh', 'script', 'watch')
+_PROGRAM = re.compile(r'\b(swift|megatron)\s+(rlhf|rollout)\b')
 _MOST_STEPS = 20_000  # a script that loops longer is not read further
 
 
@@ -261,8 +264,9 @@ class ScriptReader:
             return self._call(name, expanded[1:], prefix)
         if name == 'eval':
             return self._inside(' '.join(expanded[1:]), spans[-1])
-        if name in ('bash', 'sh', 'zsh') and '-c' in [word[-2:] for word in expanded[1:2]] and len(expanded) > 2:
-            return self._inside(expanded[2], spans[2], inner=words[-1] if len(words) == 3 else None, prefix=prefix)
+        for word, span in zip(expanded[1:], spans[1:]):
+            if name in _SHELLS and _PROGRAM.search(word):
+                return self._inside(word, span, prefix)
         builtin = {
             'cd': self._cd,
             'pushd': self._cd,
@@ -314,9 +318,9 @@ class ScriptReader:
                 if key in exported:
                     self.values.exported[key] = exported[key]
 
-    def _inside(self, text: str, span: tuple[int, int], inner: Word | None = None, prefix: Mapping[str, str] | None = None) -> Verdict:
-        """Text that a shell would read once more: of eval, of bash -c. Its words stand where ``span`` says, or inside the quotes of ``inner``."""
-        literal = self.text[span[0] + 1 : span[1] - 1] == text and inner is not None
+    def _inside(self, text: str, span: tuple[int, int], prefix: Mapping[str, str] | None = None) -> Verdict:
+        """Text that a shell would read once more: of eval, of bash -c. Its words stand inside the quotes at ``span``, or where it says."""
+        literal = self.text[span[0] : span[0] + 1] in ('"', "'") and self.text[span[0] + 1 : span[1] - 1] == text
         exported, shift = dict(self.values.exported), self.shift
         self.values.exported.update(prefix or {})
         size = len(self.commands)
@@ -332,7 +336,15 @@ class ScriptReader:
                 self.values.exported = exported
             if not literal:
                 for command in self.commands[size:]:
-                    command.spans = [span] * len(command.words)
+                    command.spans = self._found_inside(command.words, span)
+
+    def _found_inside(self, words: list[str], span: tuple[int, int]) -> list[tuple[int, int]]:
+        """Where the words of a command stand in a quoted word that holds variables: those of the program where it stands there once."""
+        there = list(_PROGRAM.finditer(self.text, *span))
+        if len(there) != 1:
+            return [span] * len(words)
+        program, kind = there[0].span(1), there[0].span(2)
+        return [program if following == there[0].group(2) else kind for following in [*words[1:], '']]
 
     def _cd(self, node: Node, words: list[Word], expanded: list[str]) -> Verdict:
         if len(expanded) > 1:

@@ -93,6 +93,7 @@ PRINTERS: dict[str, Callable[[list[str], str, str], str | None]] = {
     ),
     'dirname': lambda words, given, folder: (os.path.dirname(words[0].rstrip('/')) or '.') + '\n' if len(words) == 1 else None,
     'pwd': lambda words, given, folder: (folder or '.') + '\n',
+    'which': lambda words, given, folder: f'{words[0]}\n' if len(words) == 1 else None,
     'seq': _sequence,
     'tr': _translate,
     'wc': _count,

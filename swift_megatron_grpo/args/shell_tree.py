@@ -355,8 +355,8 @@ class Parser:
                 self.placeholders.append(placeholder.group())
                 parts.append((placeholder.group(), True, False))
                 self.position = placeholder.end()
-            elif text.startswith('\\\n', self.position):
-                self.position += 2
+            elif text.startswith(('\\\n', '\\\r\n'), self.position):
+                self.position += 2 + (text[self.position + 1] == '\r')
             elif char == '\\':
                 parts.append((text[self.position + 1 : self.position + 2], True, False))
                 self.position += 2

@@ -78,6 +78,13 @@ def test_a_written_script_plans_without_errors(workplace):
     [
         ('CMD="swift rlhf --beta 0"\neval "$CMD"\n', 'CMD="swift rlhf --beta 0"\neval "$CMD" --backend megatron\n'),
         ("bash -c 'swift rlhf --beta 0'\n", "bash -c 'swift rlhf --backend megatron --beta 0'\n"),
+        ('B=0\nbash -c "swift rlhf --beta $B"\n', 'B=0\nbash -c "swift rlhf --backend megatron --beta $B"\n'),
+        (
+            'ssh n "cd $D && megatron rlhf --tuner_type full --use_vllm true --padding_free true --recompute_granularity none '
+            '--dataloader_num_workers 1"',
+            'ssh n "cd $D && swift rlhf --backend megatron --tuner_type full --use_vllm true --padding_free true '
+            '--recompute_granularity none --dataloader_num_workers 1"',
+        ),
         ('CMD=(swift rlhf --beta 0)\n"${CMD[@]}"\n', 'CMD=(swift rlhf --beta 0)\n"${CMD[@]}" --backend megatron\n'),
         ('for b in 0 1; do swift rlhf --beta $b; done\n', 'for b in 0 1; do swift rlhf --backend megatron --beta $b; done\n'),
         ('torchrun --nproc_per_node 2 swift/cli/rlhf.py --beta 0', 'torchrun --nproc_per_node 2 swift/cli/rlhf.py --backend megatron --beta 0'),
