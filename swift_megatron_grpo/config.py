@@ -122,6 +122,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)
+        if self.metric_for_best_model is not None:  # as transformers reads it: with or without the prefix
+            self.metric_for_best_model = self.metric_for_best_model.removeprefix('eval_')
         # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
         self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
 

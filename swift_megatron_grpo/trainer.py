@@ -117,6 +117,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                     break
             self.generation = None
         self.finalize_training()
+        if args.load_best_model_at_end:
+            checkpoint.make_best_the_last(self)
         if self.engine is not None:
             self.ahead.drain()
             self.engine.close()  # before the process group goes
@@ -345,7 +347,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         fresh = Progress(num_prompts_per_generation=args.num_prompts_per_generation, seed=args.seed)
         if args.resume_from_checkpoint is None or args.resume_only_model:
             return fresh
-        return checkpoint.read_progress(args.resume_from_checkpoint)
+        progress = checkpoint.read_progress(args.resume_from_checkpoint)
+        self.state.best_metric, self.state.best_global_step = progress.best_metric, progress.best_global_step
+        return progress
 
     def _resume_generation(self) -> Generation | None:
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""

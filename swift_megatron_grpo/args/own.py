@@ -117,7 +117,12 @@ OWN_FIELDS: tuple[OwnField, ...] = (
         overrides=True,
     ),
     OwnField('eval_strategy', 'str', None, 'no, steps, epoch; None: as save_strategy.', ('no', 'steps', 'epoch')),
-    OwnField('load_best_model_at_end', 'bool', False, 'Link the best checkpoint (metric_for_best_model) as the final one.'),
+    OwnField(
+        'load_best_model_at_end',
+        'bool',
+        False,
+        'true: at the end `last-checkpoint` and last_model_checkpoint refer to the checkpoint with the best metric_for_best_model.',
+    ),
     OwnField('resume_from_checkpoint', 'str', None, 'Checkpoint folder to go on from.'),
     OwnField('resume_only_model', 'bool', False, 'true: take the weights of resume_from_checkpoint and start everything else anew.'),
     # rollouts, rewards

@@ -27,7 +27,11 @@ class EngineGroup:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Sampling:
-    """How to sample, in ms-swift's names. Request i of a call uses seed `seed + i`, so that answers do not depend on which engine samples."""
+    """How to sample, in ms-swift's names. Request i of a call uses seed `seed + i`, so that answers do not depend on which engine samples.
+
+    limits: what each request of the call may sample where that differs from max_tokens (conversations of several turns with a common
+    bound); empty else.
+    """
     temperature: float
     max_tokens: int
     top_p: float = 1.0
@@ -37,6 +41,7 @@ class Sampling:
     stop_words: tuple[str, ...] = ()
     structured_outputs_regex: str | None = None
     seed: int = 0
+    limits: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import torch
 from collections.abc import Iterable, Sequence
 from swift.infer_engine import RequestConfig, TransformersEngine
@@ -78,8 +79,10 @@ class TransformersRolloutEngine(RolloutEngine):
     def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
         if self.version < 0:
             raise RunError('Rollout was asked of an engine that has not received weights yet.')
+        if len(set(sampling.limits)) > 1:  # a batch of transformers has one limit
+            return self._by_limit(requests, sampling)
         config = RequestConfig(
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.limits[0] if sampling.limits else sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -100,6 +103,14 @@ class TransformersRolloutEngine(RolloutEngine):
                 raise RunError(f'The transformers engine could not answer a request: {response}') from response
             outputs.append(RolloutOutput(response=response))
         return outputs
+
+    def _by_limit(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
+        outputs: dict[int, RolloutOutput] = {}
+        for limit in sorted(set(sampling.limits)):
+            rows = [row for row, own in enumerate(sampling.limits) if own == limit]
+            part = dataclasses.replace(sampling, seed=sampling.seed + rows[0], limits=(limit,) * len(rows))
+            outputs |= dict(zip(rows, self.generate([requests[row] for row in rows], part), strict=True))
+        return [outputs[row] for row in range(len(requests))]
 
     def checksums(self) -> dict[str, Checksum]:
         return {name: Checksum.of(parameter) for name, parameter in self.engine.model.named_parameters()}

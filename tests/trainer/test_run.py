@@ -1,4 +1,5 @@
 """A run as a whole: what it needs, that it goes on exactly where it stopped, and what its first step looks like."""
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,35 @@ def test_dropout_and_rank_stabilised_scaling_of_an_adapter_have_an_effect(run: A
     assert abs(dropped.column('grad_norm')[0] / plain.column('grad_norm')[0] - 1) > 1e-3
     # B starts at zero, so only B has a gradient, and it is proportional to the scaling: alpha / sqrt(r) against alpha / r
     assert stabilised.column('grad_norm')[0] == pytest.approx(2 * plain.column('grad_norm')[0], rel=1e-4)
+
+
+STEP_REWARD = '''
+from swift.rewards import ORM, orms
+
+
+class NearestToTwo(ORM):
+
+    def __call__(self, completions, trainer_state, **kwargs):
+        return [-abs(trainer_state.global_step - 2.0)] * len(completions)
+
+
+orms['nearest_to_two'] = NearestToTwo
+'''
+
+
+def test_the_best_checkpoint_is_kept_and_is_the_last_one_at_the_end_also_of_a_resumed_run(run: Any, tmp_path: Path) -> None:
+    plugin = tmp_path / 'nearest_to_two.py'
+    plugin.write_text(STEP_REWARD)
+    val = tmp_path / 'val.jsonl'
+    val.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}\n' * 2)
+    changes = {'external_plugins': plugin, 'reward_funcs': 'nearest_to_two', 'val_dataset': val, 'eval_strategy': 'steps', 'eval_steps': 1,
+               'save_strategy': 'steps', 'save_steps': 1, 'save_total_limit': 2, 'max_completion_length': 4, 'metric_for_best_model': 'eval_reward',
+               'load_best_model_at_end': 'true', 'dynamic_sample': 'false'}
+    _, folder = run('best', train_iters=3, **changes)
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == ['checkpoint-2', 'checkpoint-3']
+    assert (folder / 'last-checkpoint').readlink() == Path('checkpoint-2')
+    state = json.loads((folder / 'checkpoint-3' / 'trainer_state.json').read_text())
+    assert (state['best_metric'], state['best_global_step']) == (0.0, 2)
+    run('best', train_iters=4, **changes, resume_from_checkpoint=folder / 'checkpoint-3')
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == ['checkpoint-2', 'checkpoint-4']
+    assert (folder / 'last-checkpoint').readlink() == Path('checkpoint-2')
