@@ -105,8 +105,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)
-        # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
-        self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
+        # The progress line, logging.jsonl (full float precision, reward in the bar) and curves (names of `swift rlhf`) are this package's.
+        self.callbacks = [f'grpo_{name}' if name in ('print', 'tensorboard') else name for name in self.callbacks]
 
     def _refuse_unfinished(self) -> None:
         for name, harmless, instead in NOT_YET:

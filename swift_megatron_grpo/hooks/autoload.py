@@ -9,6 +9,7 @@ imported for the first time:
   file. So the arguments are checked, and a dry run answers, before anything heavy is loaded.
 * `swift.pipelines.train.rlhf` and `swift.trainers.trainer_factory`, in every other process: loaded as they are, then handed to
   `patches.py`, so that `rlhf_main([..., '--backend', 'megatron'])` in a program of the user's own finds us too.
+* `swift.ui.llm_grpo.llm_grpo`, which is a tab of `swift web-ui`: the same, for the tab's Megatron section.
 
 An error in here is reported once on stderr and the import goes on as if we were not installed.
 """
@@ -19,6 +20,7 @@ _STAND_INS = ('swift.cli.main', 'swift.pipelines')
 _AFTER_IMPORT = {
     'swift.pipelines.train.rlhf': 'after_rlhf',
     'swift.trainers.trainer_factory': 'after_trainer_factory',
+    'swift.ui.llm_grpo.llm_grpo': 'after_llm_grpo',
 }
 
 
