@@ -57,10 +57,10 @@ def web_ui(folder: Path, lang: str) -> Iterator[str]:
     """The address of a `swift web-ui` that runs in `folder`.
 
     Its page is not asked for before it says that it runs: gradio looks at its own page with a limit of 3 s and gives up on a busy machine, in
-    which case the start is tried once more.
+    which case the start is tried again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for attempt in (1, 2):
+    for attempt in (1, 2, 3):
         with socket.socket() as probe:
             probe.bind(('127.0.0.1', 0))
             port = probe.getsockname()[1]
@@ -154,11 +154,12 @@ class GrpoTab:
         self.element(name).locator('textarea, input').first.fill(text)
 
     def choose(self, name: str, option: str) -> None:
-        self.element(name).locator('input').click()
+        """An option of a dropdown; typing narrows a long list."""
+        self.element(name).locator('input').fill(option)
         self.page.get_by_role('option', name=option, exact=True).click()
 
     def type_choice(self, name: str, text: str) -> None:
-        """A value that a dropdown does not list."""
+        """A value that a dropdown does not list. In one of several values it becomes one more."""
         box = self.element(name).locator('input')
         box.fill(text)
         box.press('Enter')
@@ -200,3 +201,8 @@ class GrpoTab:
 
     def value(self, name: str) -> str:
         return self.element(name).locator('textarea, input').first.input_value()
+
+    def curves(self) -> list[str]:
+        """The labels of the plots that have a picture."""
+        plots = self.page.locator('.block:visible', has=self.page.locator('img[src^="data:image"]'))
+        return [text.split('\n')[0] for text in plots.all_inner_texts()]
