@@ -175,6 +175,12 @@ def test_a_backend_that_other_params_name_is_never_a_line_in_a_log(section, more
     assert command.asked_backend({'megatron_backend': section, 'more_params': more}) == expected
 
 
+@pytest.mark.parametrize('text', ["--system it's", '{"max_steps": 1', '--max_steps 1'])
+def test_what_ms_swift_takes_as_other_params_of_its_own_backend_goes_on_to_it(text):
+    assert command.asked_backend({'megatron_backend': 'transformers', 'more_params': text}) == 'transformers'
+    assert command.asked_backend({'megatron_backend': 'transformers', 'more_params': text + ' --backend megatron'}) == 'megatron'
+
+
 def test_a_mistyped_backend_stops_the_start():
     with pytest.raises(UserError, match="'megatorn' is not known"):
         doors.resolve_ours(job(more_params='--backend megatorn').argv, {})

@@ -60,8 +60,11 @@ class Job:
 
 def asked_backend(values: Mapping[str, Any]) -> str:
     """The backend that the page asks for: that of "Other params" where it names one, else the section's. '' and 'transformers' are ms-swift."""
-    named = command_line.asked_backend(more_words(values.get('more_params')))
-    return named or str(values.get(fields.BACKEND.element) or '')
+    try:
+        more = more_words(values.get('more_params'))
+    except UserError:
+        more = str(values.get('more_params')).split()  # ms-swift takes such a text too; where it is ours, `collect` refuses it
+    return command_line.asked_backend(more) or str(values.get(fields.BACKEND.element) or '')
 
 
 def more_words(text: Any) -> list[str]:

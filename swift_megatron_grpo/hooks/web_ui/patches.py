@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ REGISTRY = PatchRegistry('web_ui')
 _VERSIONS = 'ms-swift>=4.6,<4.7'
 _GRPO = 'swift.ui.llm_grpo.llm_grpo'
 _RUNTIME = 'swift.ui.llm_train.runtime'
+START_S = 120.0
+"""How long the page may take for its first answer."""
 
 
 def _module(name: str) -> Any:
@@ -74,8 +77,7 @@ def _command() -> None:
     train, train_local = grpo.train.__func__, grpo.train_local.__func__
 
     def ours(cls: Any, args: tuple[Any, ...]) -> bool:
-        with _shown_errors():
-            return command.asked_backend(values_of(cls.valid_element_keys(), args)) not in ('', 'transformers')
+        return command.asked_backend(values_of(cls.valid_element_keys(), args)) not in ('', 'transformers')
 
     def train_here(cls: Any, *args: Any) -> Any:
         return _train(cls, values_of(cls.valid_element_keys(), args)) if ours(cls, args) else train(cls, *args)
@@ -178,7 +180,7 @@ class _shown_errors:
         if isinstance(error, UserError):
             import gradio as gr
 
-            raise gr.Error(str(error), duration=None) from None
+            raise gr.Error(escape(str(error)), duration=None) from None
 
 
 def _train(cls: Any, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str, str, Any, Mapping[str, Any]]:
@@ -321,3 +323,32 @@ def _kinder_stop() -> None:
         return [runtime.refresh_tasks(group='llm_grpo'), gr.skip(), *[gr.skip()] * len(runtime.grpo_plot)]
 
     runtime.kill_task = staticmethod(kill_task)
+
+
+# -- the page itself -----------------------------------------------------------------------------------------------------------------------
+
+
+@REGISTRY.patch(
+    Passport(
+        name='patience-at-the-start',
+        target='gradio.networking:url_ok',
+        breaks='on a machine that trains, `swift web-ui` ends at its start with "When localhost is not accessible, a shareable link must be created"',
+        reference='gradio/networking.py, url_ok (gradio 5.32.1): the page, which is large here, has 3 s for its first answer, and one try',
+        versions='gradio>=5.32.1,<6',
+        remove_when='url_ok tries again after a time-out',
+    )
+)
+def _patience() -> None:
+    from gradio import networking
+
+    original = networking.url_ok
+
+    def url_ok(url: str) -> bool:
+        end = time.monotonic() + START_S
+        while not original(url):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.5)
+        return True
+
+    networking.url_ok = url_ok
