@@ -13,19 +13,29 @@ import pytest
 from swift_megatron_grpo.hooks.doors import WORKER
 from swift_megatron_grpo.hooks.web_ui import tasks
 
-ARGUMENTS = ['rlhf', '--rlhf_type', 'grpo', '--backend', 'megatron', '--output_dir', 'somewhere']
-# A file called `swift` that starts two "workers" and waits; each worker has worker.py on its command line, and one of them a child of its own.
-PARENT = rf'''
+OUTPUT = '/somewhere/v0-1'
+ARGUMENTS = ['rlhf', '--rlhf_type', 'grpo', '--backend', 'megatron', '--output_dir', OUTPUT]
+# A job as it runs: `swift` starts a launcher, which has the worker file on its command line too and starts the workers in sessions of their own.
+PARENT = r'''
+import os, subprocess, sys, time
+os.write(1, b'up\n')
+if {workers}:
+    command = [sys.executable, {launcher!r}, '--nproc_per_node', '{workers}', {worker!r}, '--output_dir', {output!r}]
+    sys.exit(subprocess.run(command).returncode)
+time.sleep(600)
+'''
+LAUNCHER = r'''
 import subprocess, sys
-children = [subprocess.Popen([sys.executable, '-c', {{child!r}}, {str(WORKER)!r}, str(number)]) for number in range({{workers}})]
-__import__('os').write(1, b'up\n')
-sys.exit(max([child.wait() for child in children], default=0) if children else __import__('time').sleep(600))
+ranks = range(int(sys.argv[2]))
+children = [subprocess.Popen([sys.executable, '-u', *sys.argv[3:], '--rank', str(rank)], start_new_session=True) for rank in ranks]
+sys.exit(max(child.wait() for child in children))
 '''
 OBEYS = r'''
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: (print('saved', flush=True), os._exit(0)))
-if sys.argv[2] == '0':
-    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2)', sys.argv[1]])
+if os.fork() == 0 if sys.argv[-1] == '0' else False:
+    time.sleep(2)  # a data loader's process: it has the command line of its rank
+    os._exit(0)
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
 os.write(1, b'ready\n')
 time.sleep(600)
 '''
@@ -42,22 +52,27 @@ IGNORES_ALL = IS_BUSY.replace("signal.signal(signal.SIGUSR1, lambda *_: None)",
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
     """start(child, workers) -> psutil.Process of a job that is up. Ended with all it started when the test is over."""
     started = []
+    worker = tmp_path / 'worker.py'
+    monkeypatch.setattr(tasks, 'WORKER', worker)
 
     def run(child: str = OBEYS, workers: int = 2) -> psutil.Process:
-        program = tmp_path / 'swift'
-        program.write_text(PARENT.format(child=child, workers=workers))
+        worker.write_text(child)
+        launcher, program = tmp_path / 'torchrun.py', tmp_path / 'swift'
+        launcher.write_text(LAUNCHER)
+        program.write_text(PARENT.format(workers=workers, launcher=str(launcher), worker=str(worker), output=OUTPUT))
         process = subprocess.Popen([sys.executable, program, *ARGUMENTS], stdout=subprocess.PIPE, text=True)
-        started.append(process)
+        started.append((process, psutil.Process(process.pid)))
         for _ in range(1 + workers):
             assert process.stdout.readline() in ('up\n', 'ready\n')
         return psutil.Process(process.pid)
 
     yield run
-    for process in started:
-        tasks.end(psutil.Process(process.pid), 5.0) if process.poll() is None else None
+    for process, known in started:
+        if process.poll() is None:
+            tasks.end(tasks.family_of(known), 5.0)
         process.stdout.close()
 
 
@@ -82,8 +97,20 @@ def test_the_process_decides_what_a_task_is_and_not_the_text_of_the_page(start):
 
 def test_workers_are_the_ranks_and_not_what_a_rank_started(start):
     process = start()
-    assert len(process.children(recursive=True)) == 3
-    assert len(tasks.workers_of(process)) == 2
+    assert len(process.children(recursive=True)) == 4  # the launcher, two ranks, and what one of them forked
+    assert sorted(worker.cmdline()[-1] for worker in tasks.workers_of(process)) == ['0', '1']
+    (launcher,) = process.children()
+    assert not tasks.runs_worker(launcher.cmdline()) and launcher.pid in {member.pid for member in tasks.family_of(process)}
+
+
+def test_workers_that_outlived_their_launcher_are_found_and_ended(start):
+    process = start()
+    workers = tasks.workers_of(process)
+    process.children()[0].kill()
+    process.suspend()  # the command is still there to be asked about
+    assert {worker.pid for worker in tasks.workers_of(process)} == {worker.pid for worker in workers}
+    tasks.end(tasks.family_of(process), 2.0)
+    assert is_gone(process) and all(is_gone(worker) for worker in workers)
 
 
 def test_the_first_press_lets_the_run_save_and_end(start):

@@ -58,17 +58,41 @@ def process_of(task: str | None) -> Any:
 
 
 def workers_of(process: Any) -> list[Any]:
-    """The training processes of a job: one a rank on this machine, without those that a rank started itself."""
+    """The training processes of a job on this machine, one a rank: those that run the worker file for the job's output_dir.
+
+    Torchrun, which starts them, has the worker file on its command line too, and they outlive it when it is killed.
+    """
     import psutil
 
+    try:
+        output = command_line.last_value(process.cmdline(), 'output_dir')
+    except psutil.Error:
+        return []
     found = {}
-    for child in process.children(recursive=True):
+    for candidate in psutil.process_iter():
         try:
-            if str(WORKER) in child.cmdline():
-                found[child.pid] = (child, child.ppid())
+            words = candidate.cmdline()
+            if runs_worker(words) and command_line.last_value(words, 'output_dir') == output:
+                found[candidate.pid] = (candidate, candidate.ppid())
         except psutil.Error:
             continue
-    return [child for child, parent in found.values() if parent not in found]
+    return [worker for worker, parent in found.values() if parent not in found]  # without what a worker forked
+
+
+def runs_worker(cmdline: Sequence[str]) -> bool:
+    """Whether a command line is `python [options] worker.py ...`."""
+    return next((word for word in cmdline[1:] if not word.startswith('-')), '') == str(WORKER)
+
+
+def family_of(process: Any) -> list[Any]:
+    """A job's process, everything that it started, and its workers with everything that they started."""
+    import psutil
+
+    family = {}
+    for root in (process, *workers_of(process)):
+        with contextlib.suppress(psutil.Error):
+            family.update({member.pid: member for member in (root, *root.children(recursive=True))})
+    return list(family.values())
 
 
 class Stopper:
@@ -79,44 +103,39 @@ class Stopper:
         self._asked: dict[int, threading.Timer] = {}
 
     def stop(self, process: Any) -> bool:
-        """Returns whether the run is over. Blocks for `wait_s`, or until it was killed."""
+        """Returns whether the run is over, with all its processes. Blocks for `wait_s`, or until it was killed."""
         import psutil
 
-        if process.pid in self._asked:
-            self._asked.pop(process.pid).cancel()
-            end(process, self.term_s)
-            return True
         workers = workers_of(process)
-        if not workers:  # nothing is being trained yet: there is nothing to save
-            end(process, self.term_s)
+        if process.pid in self._asked or not workers:  # asked before, or nothing is being trained yet and there is nothing to save
+            timer = self._asked.pop(process.pid, None)
+            if timer is not None:
+                timer.cancel()
+            end(family_of(process), self.term_s)
             return True
-        timer = threading.Timer(self.grace_s, self._too_late, (process,))
+        family = family_of(process)
+        timer = threading.Timer(self.grace_s, self._too_late, (process.pid, family))
         timer.daemon = True
         self._asked[process.pid] = timer
         timer.start()
         for worker in workers:
-            try:
+            with contextlib.suppress(psutil.Error):  # it has ended in between
                 worker.send_signal(STOP_SIGNAL)
-            except psutil.Error:
-                continue  # it has ended in between
-        gone, _ = psutil.wait_procs([process], timeout=self.wait_s)
-        if gone:
+        _, left = psutil.wait_procs(family, timeout=self.wait_s)
+        if not left:
             self._asked.pop(process.pid).cancel()
-        return bool(gone)
+        return not left
 
-    def _too_late(self, process: Any) -> None:
-        if self._asked.pop(process.pid, None) is not None:
-            end(process, self.term_s)
+    def _too_late(self, pid: int, family: list[Any]) -> None:
+        if self._asked.pop(pid, None) is not None:
+            end(family, self.term_s)
 
 
-def end(process: Any, term_s: float) -> None:
-    """End a job and everything that it started: SIGTERM to all of it, then SIGKILL to what is left."""
+def end(family: list[Any], term_s: float) -> None:
+    """End a job's processes: SIGTERM to all of them, then SIGKILL to what is left."""
     import psutil
 
-    try:
-        left = [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return
+    left = family
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in left:
             with contextlib.suppress(psutil.Error):
