@@ -242,7 +242,7 @@ def test_the_page_shows_layout_batch_length_engine_and_errors_in_its_language(tm
     summary = dict(plan_view.summary(plan, 'en'))
     assert summary['Processes'] == '4 = TP 2 x DP 2 + SP'
     assert summary['Completions a step'] == '32 = 8 x DP 2 x 2 (4 prompts x 8)'
-    assert summary['A generation'] == '32 completions, 4 prompts, 1 optimizer steps'
+    assert summary['A generation'] == '32 completions, 4 prompts, 1 optimizer step'
     assert summary['The run'] == '6 optimizer steps' and summary['Rollouts'] == 'vLLM, colocate'
     assert summary['Memory a device'].startswith('training ') and summary['Memory a device'].endswith('fits a device of 80 GB')
     english, chinese = (plan_view.html(plan, described.notes, lang) for lang in ('en', 'zh'))

@@ -124,7 +124,7 @@ def test_the_section_is_there_and_hidden_until_it_is_asked_for(tab):
 
 def test_errors_of_the_plan_stop_the_start(tab, job, folder):
     fill_in(tab, job, processes=2, more='--learnin_rate 1e-3')
-    tab.wait_for_plan('This run would not start', '--learnin_rate', 'Did you mean')
+    tab.wait_for_plan('This run would not start', 'did you mean --learning_rate')
     tab.press('submit')
     tab.wait_for('message', tab.toast, 'Nothing was started', 'learnin_rate')
     assert runs(folder) == [] and tab.value('running_cmd') == ''

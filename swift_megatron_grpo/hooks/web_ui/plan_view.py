@@ -11,11 +11,14 @@ _GIB = 2**30
 STYLE = """<style>
 .megatron-plan h3 { margin: 0 0 6px; }
 .megatron-plan ul { margin: 2px 0 8px; padding-left: 20px; list-style: disc; }
-.megatron-plan .megatron-errors { color: var(--error-text-color, #b91c1c); }
-.megatron-plan .megatron-ok { color: #15803d; }
-.megatron-plan table { border-collapse: collapse; margin: 6px 0; }
-.megatron-plan th { text-align: left; font-weight: 600; padding: 2px 18px 2px 0; white-space: nowrap; vertical-align: top; }
-.megatron-plan td { padding: 2px 0; }
+.megatron-plan li { margin: 1px 0; }
+.megatron-plan .megatron-errors, .megatron-plan .megatron-errors * { color: #b91c1c !important; }
+.megatron-plan .megatron-ok, .megatron-plan .megatron-ok * { color: #15803d !important; }
+.dark .megatron-plan .megatron-errors, .dark .megatron-plan .megatron-errors * { color: #fca5a5 !important; }
+.dark .megatron-plan .megatron-ok, .dark .megatron-plan .megatron-ok * { color: #86efac !important; }
+.megatron-plan table { border-collapse: collapse; margin: 6px 0 !important; width: auto; }
+.megatron-plan th, .megatron-plan td { border: none !important; padding: 2px 20px 2px 0 !important; text-align: left; vertical-align: top; }
+.megatron-plan th { font-weight: 600; white-space: nowrap; }
 .megatron-plan pre { max-height: 420px; overflow: auto; font-size: 12px; line-height: 1.35; padding: 8px; white-space: pre;
   background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary); }
 .megatron-plan summary { cursor: pointer; }
@@ -52,6 +55,7 @@ WORDS = {
     'sampling': {'en': 'sampling', 'zh': '采样'},
     'fits': {'en': 'fits a device of {:.0f} GB', 'zh': '可放入 {:.0f} GB 的卡'},
     'too_large': {'en': 'does NOT fit a device of {:.0f} GB', 'zh': '放不进 {:.0f} GB 的卡'},
+    'step': {'en': 'optimizer step', 'zh': '优化器步'},
     'steps': {'en': 'optimizer steps', 'zh': '优化器步'},
     'prompts': {'en': 'prompts', 'zh': '个 prompt'},
     'completions': {'en': 'completions', 'zh': '个 completion'},
@@ -98,12 +102,12 @@ def summary(plan: Plan, lang: str) -> list[tuple[str, str]]:
             (
                 word('generation', lang),
                 f'{batch.generation_batch_size} {word("completions", lang)}, {batch.num_rollout_prompts:g} {word("prompts", lang)},'
-                f' {batch.steps_per_generation * batch.num_iterations} {word("steps", lang)}',
+                f' {_steps(batch.steps_per_generation * batch.num_iterations, lang)}',
             )
         )
     if schedule is not None:
         if schedule.optimizer_steps is not None:
-            text = f'{schedule.optimizer_steps} {word("steps", lang)}'
+            text = _steps(schedule.optimizer_steps, lang)
         elif schedule.num_train_epochs is not None:
             text = f'{schedule.num_train_epochs:g} {word("epochs", lang)} ({word("unknown", lang)})'
         else:
@@ -120,6 +124,10 @@ def summary(plan: Plan, lang: str) -> list[tuple[str, str]]:
         fits = word('fits' if memory['fits'] else 'too_large', lang).format(memory['device_bytes'] / 1e9)
         rows.append((word('memory', lang), f'{text} ({word("estimate", lang)}); {fits}'))
     return rows
+
+
+def _steps(number: int, lang: str) -> str:
+    return f'{number} {word("step" if number == 1 else "steps", lang)}'
 
 
 def html(plan: Plan, notes: list[str], lang: str) -> str:
