@@ -167,6 +167,9 @@ class GrpoTab:
     def check(self, name: str, wanted: bool) -> None:
         self.element(name).locator('input[type=checkbox]').set_checked(wanted)
 
+    def is_checked(self, name: str) -> bool:
+        return bool(self.element(name).locator('input[type=checkbox]').is_checked())
+
     def number(self, name: str, value: int) -> None:
         """The number beside a slider."""
         box = self.element(name).locator('input[type=number]')

@@ -127,20 +127,22 @@ def test_errors_of_the_plan_stop_the_start(tab, job, folder):
     tab.wait_for_plan('This run would not start', 'did you mean --learning_rate')
     tab.press('submit')
     tab.wait_for('message', tab.toast, 'Nothing was started', 'learnin_rate')
-    assert runs(folder) == [] and tab.value('running_cmd') == ''
+    assert runs(folder) == [] and not tab.page.locator('#running_cmd:visible').count()
 
 
 def test_the_engine_is_one_setting_in_two_places(tab):
     tab.choose('megatron_backend', 'megatron')
     tab.open('rollout_param')
     tab.check('megatron_use_vllm', False)
-    assert not tab.element('use_vllm').locator('input').is_checked()
+    tab.wait_for('box', lambda: str(tab.is_checked('use_vllm')), 'False')
     tab.check('use_vllm', True)
-    tab.page.wait_for_timeout(500)
-    assert tab.element('megatron_use_vllm').locator('input').is_checked()
+    tab.wait_for('box', lambda: str(tab.is_checked('megatron_use_vllm')), 'True')
     tab.fill('megatron_vllm_tensor_parallel_size', '2')
-    assert tab.value('vllm_tensor_parallel_size') == '2'
+    tab.wait_for('number', lambda: tab.value('vllm_tensor_parallel_size'), '2')
+    tab.fill('vllm_tensor_parallel_size', '4')
+    tab.wait_for('number', lambda: tab.value('megatron_vllm_tensor_parallel_size'), '4')
     tab.choose('megatron_vllm_mode', 'server')
+    tab.wait_for('mode', lambda: tab.value('vllm_mode'), 'server')
     tab.wait_for_plan('vLLM, server')
 
 
@@ -150,9 +152,9 @@ def test_the_transformers_backend_gets_ms_swifts_own_command(tab, job, folder):
     tab.fill('more_params', '--max_steps 1')
     tab.check('dry_run', True)
     tab.press('submit')
-    shown = tab.wait_for('command', lambda: tab.page.locator('#running_cmd:visible textarea, #running_cmd:visible input').first.input_value()
-                         if tab.page.locator('#running_cmd:visible').count() else '', 'swift rlhf')  # fmt: skip
-    assert "--ignore_args_error True" in shown and 'megatron' not in shown.replace(str(folder), '') and 'tensor_model_parallel_size' not in shown
+    tab.element('running_cmd').wait_for()
+    shown = tab.wait_for('command', lambda: tab.value('running_cmd'), 'swift rlhf')
+    assert '--ignore_args_error True' in shown and 'megatron' not in shown.replace(str(folder), '') and 'tensor_model_parallel_size' not in shown
 
 
 def test_fill_in_see_the_plan_start_see_a_reward_point_and_stop(tab, job, folder):
@@ -163,7 +165,7 @@ def test_fill_in_see_the_plan_start_see_a_reward_point_and_stop(tab, job, folder
     )  # fmt: skip
     tab.page.screenshot(path=folder / 'plan.png', full_page=True)
     tab.press('submit')
-    tab.page.locator('#running_cmd:visible').wait_for()
+    tab.element('running_cmd').wait_for()
     shown = shlex.split(tab.wait_for('command', lambda: tab.value('running_cmd'), 'nohup swift rlhf'))
     output = shown[shown.index('--output_dir') + 1]
     assert shown[:5] == ['NPROC_PER_NODE=2', 'nohup', 'swift', 'rlhf', '--rlhf_type'] and '--ignore_args_error' not in shown
