@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.args import doctor
+from swift_megatron_grpo.hooks import autoload, importing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,3 +39,14 @@ def test_the_command_the_requirement_file_and_the_extra_name_the_same_versions()
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / 'setup.cfg')
     assert setup['options.extras_require']['webui'].split() == [doctor.WEB_UI[0]]
+
+
+def test_a_page_that_lacks_gradio_says_how_to_get_it_before_it_fails(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, 'installed_version', {}.get)
+    assert autoload._Finder().find_spec('swift.ui') is None
+    assert capsys.readouterr().err == (
+        "swift-megatron-grpo: gradio not installed; swift web-ui: pip install 'swift-megatron-grpo[webui]'\n"
+    )
+    monkeypatch.setattr(doctor, 'installed_version', {'gradio': '5.32.1'}.get)
+    importing.say_what_the_page_needs()
+    assert capsys.readouterr().err == ''
