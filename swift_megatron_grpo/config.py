@@ -124,8 +124,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         engines.check_arguments(self)
         if self.metric_for_best_model is not None:  # as transformers reads it: with or without the prefix
             self.metric_for_best_model = self.metric_for_best_model.removeprefix('eval_')
-        # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
-        self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
+        # The progress line, logging.jsonl (full float precision, reward in the bar) and curves (names of `swift rlhf`) are this package's.
+        self.callbacks = [f'grpo_{name}' if name in ('print', 'tensorboard') else name for name in self.callbacks]
 
     def _refuse_unfinished(self) -> None:
         for name, harmless, instead in NOT_YET:

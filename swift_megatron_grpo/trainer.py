@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import torch
+import torch.distributed as dist
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
@@ -21,9 +22,10 @@ from .checkpoint import Progress
 from .deadlines import deadline
 from .engines import EngineLost, RolloutEngine, build_engine, shares_devices
 from .errors import RunError, UserError
+from .interruption import StopRequest
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
-from .parallel import agree, build_topology
+from .parallel import agree, build_topology, max_over
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
 from .residency import MegatronMovers, Residency, Stage
@@ -93,6 +95,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.window, self.eval_window = Window(), Window()
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
+        self.stop = StopRequest()
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -109,15 +112,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.setup_model_training()
         self.sync_weights()  # a broken path to the engine fails here, before anything was trained
         self.generation = self._resume_generation()
-        while self.state.iteration < args.train_iters:
+        while self.state.iteration < args.train_iters and not self.stop.is_agreed:
             self.generation = self.generation or self.collect(self.progress.generation)
             for step in self._updates_left(self.generation):
                 self.run_train_step(step, val_dataset)
-                if self.state.iteration >= args.train_iters:
+                if self.state.iteration >= args.train_iters or self.stop.agree(self._on_any_rank):
                     break
-            self.generation = None
+            if not self.stop.is_agreed:
+                self.generation = None
         self.finalize_training()
-        if args.load_best_model_at_end:
+        if self.stop.is_agreed:
+            logger.info(f'Stopped on request after {self.state.iteration} optimizer steps{self._keep()}.')
+        elif args.load_best_model_at_end:
             checkpoint.make_best_the_last(self)
         if self.engine is not None:
             self.ahead.drain()
@@ -323,11 +329,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.residency.to(Stage.TRAINING)
         self.ahead.abandon()
         self.finalize_training()
-        folder = os.path.join(self.args.output_dir, f'checkpoint-{state.iteration}')
-        if state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
+        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{self._keep()}.')
+
+    def _keep(self) -> str:
+        """A checkpoint of now, where there is none yet, and how a message goes on about it. All ranks, collective; after the training."""
+        folder = os.path.join(self.args.output_dir, f'checkpoint-{self.state.iteration}')
+        if self.state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
             self.save_checkpoint()
-        kept = f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
-        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
+        return f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
+
+    def _on_any_rank(self, here: bool) -> bool:
+        return bool(max_over([here], dist.group.WORLD, self.device)[0])
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 

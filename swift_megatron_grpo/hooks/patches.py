@@ -61,6 +61,13 @@ def after_trainer_factory(module: ModuleType) -> None:
     register_trainer(module.TrainerFactory)
 
 
+def after_llm_grpo(module: ModuleType) -> None:
+    """swift.ui.llm_grpo.llm_grpo has been imported, by `swift web-ui`: its page gets the Megatron section."""
+    from swift_megatron_grpo.hooks.web_ui.patches import REGISTRY as PAGE
+
+    PAGE.apply()
+
+
 def register_trainer(factory) -> None:
     """Name our trainer and its arguments in ms-swift's TrainerFactory, by dotted path, so that nothing is imported."""
     factory.TRAINER_MAPPING.setdefault(TRAINER_NAME, TRAINER_PATH)

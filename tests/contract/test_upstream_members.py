@@ -41,6 +41,7 @@ SIGNATURES = {
     ('swift.megatron.trainers.base', 'BaseMegatronTrainer._aggregated_metrics'): 'self, metrics, total_metrics',
     ('swift.megatron.trainers.base', 'BaseMegatronTrainer._rotate_checkpoints'): 'self, output_dir',
     ('swift.megatron.callbacks.print', 'PrintCallback.on_log'): 'self, logs',
+    ('swift.megatron.callbacks.tensorboard', 'TensorboardCallback.on_log'): 'self, logs',
     ('swift.megatron.model.utils', 'get_mcore_model'): 'args, hf_config',
     ('swift.megatron.utils.megatron_lm_utils', 'load_mcore_checkpoint'): (
         "args, ddp_models, optimizer=None, opt_param_scheduler=None, load_arg='mcore_model', "

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.step.training import Outcome, arguments, train, write_rollouts
+from tests.step.training import Outcome, arguments, train, train_and_stop, write_rollouts
 
 
 @pytest.fixture(scope='module')
@@ -50,6 +50,20 @@ def test_sgd_resumes_to_the_bit_too(run: Any, momentum: float) -> None:
         assert resumed.column(name) == straight.column(name)[2:], name
     for name, weight in straight.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_a_run_that_one_rank_is_asked_to_stop_saves_on_all_ranks_and_can_be_gone_on_from(run: Any, ranks: Any, tiny_model: Any,
+                                                                                         tmp_path: Path) -> None:
+    changes = {'train_iters': 6, 'generation_batch_size': 16, 'save_strategy': 'steps', 'save_steps': 100, 'max_completion_length': 8}
+    argv = arguments(tmp_path, tiny_model('qwen3'), **changes)
+    stopped = ranks.run(train_and_stop, argv, 3, 0, world_size=2, deadline=300.)[-1]
+    checkpoint = tmp_path / 'out' / 'checkpoint-3'
+    assert [path.name for path in (tmp_path / 'out').glob('checkpoint-*')] == ['checkpoint-3']
+    assert len(stopped.logs) == 3
+    state = json.loads((checkpoint / 'trainer_state.json').read_text())
+    assert (state['iteration'], state['generation'], state['updates_in_generation']) == (3, 1, 1)  # inside the second generation
+    resumed, _ = run('after-a-stop', world_size=2, **{**changes, 'save_strategy': 'no', 'train_iters': 4}, resume_from_checkpoint=checkpoint)
+    assert len(resumed.logs) == 1
 
 
 def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
