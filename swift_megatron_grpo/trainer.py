@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import torch
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
@@ -83,12 +84,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.engine = build_engine(args, template, self.topology, self.device)
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency, self.device)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
+        self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
 
@@ -125,10 +127,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         self.residency.to(Stage.TRAINING)
-        steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
-        self._verify_engine(scored, steps)
-        self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored))
+        with self._watched(f'Preparation of generation {index}', args.steps_per_generation * args.step_timeout):
+            steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+            self.last_done = 'batches'
+            self._verify_engine(scored, steps)
+            self.learner.add_logprobs(steps, scored)
+            self.last_done = 'log-probabilities'
+            self.window.add_values(self.learner.add_advantages(steps, scored))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -161,11 +166,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
         self.residency.to(Stage.TRAINING)
+        with self._watched(f'Optimizer step {self.state.iteration + 1}', self.args.step_timeout):
+            return self._train_step(step)
+
+    def _train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self.learner.gradients(step, update=self.state.iteration, on_policy=self.progress.updates_in_generation == 0)
+        self.last_done = 'gradients'
         updated, grad_norm, _ = self.optimizer.step()
+        self.last_done = 'optimizer'
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
         elif self.gate.norm_of_refused is not None:
@@ -308,6 +319,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.save_checkpoint()
         kept = f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
         return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
+
+    def _watched(self, phase: str, seconds: float) -> AbstractContextManager[None]:
+        """A deadline around collective work: a rank that hangs, or a collective that never ends, ends in a named error and not in silence."""
+        self.last_done = 'nothing'
+        begun = self.policy.counters.forwards
+        return deadline(phase, seconds, rank=self.topology.rank, detail=lambda: (
+            f'last done: {self.last_done}; {self.policy.counters.forwards - begun} forward passes of micro-batches were begun'))
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 

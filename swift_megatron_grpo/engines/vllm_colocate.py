@@ -6,10 +6,10 @@ until a complete set of weights was loaded; after a load the prefix, multimodal 
 from __future__ import annotations
 
 import copy
+import functools
 import torch
 import torch.distributed as dist
 from collections.abc import Iterable, Sequence
-from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rlhf_trainers.utils import (VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH, TensorLoRARequest,
                                        add_base_layer_suffix_by_param_names, aggressive_empty_cache, expand_vllm_param_name_aliases,
@@ -22,6 +22,7 @@ from .. import cpu
 from ..errors import RunError
 from .base import Bucket, EngineGroup, RolloutEngine, Sampling
 from .checksums import EMPTY, Checksum
+from .encoding import encode_once
 from .vllm_names import holder_of
 
 
@@ -80,6 +81,7 @@ class VllmColocateEngine(RolloutEngine):
             max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
             engine_kwargs=engine_kwargs,
             logprobs_mode='processed_logprobs')
+        self.engine._batch_encode = functools.partial(encode_once, self.engine._batch_encode)
         set_expandable_segments(True)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
@@ -123,19 +125,7 @@ class VllmColocateEngine(RolloutEngine):
             raise RunError('Rollout was asked of a vLLM engine that does not hold a complete set of weights.')
         if not requests:
             return []
-        config = RequestConfig(
-            n=1,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop_words),
-            structured_outputs_regex=sampling.structured_outputs_regex,
-            seed=sampling.seed,  # ms-swift adds the request's position
-            logprobs=True,
-            return_details=True)
+        config = sampling.request_config(seed=sampling.seed)
         outputs = self.engine.infer(list(requests), config, use_tqdm=False)
         for output in outputs:
             if isinstance(output, Exception):

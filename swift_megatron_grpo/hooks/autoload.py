@@ -9,6 +9,8 @@ imported for the first time:
   file. So the arguments are checked, and a dry run answers, before anything heavy is loaded.
 * `swift.pipelines.train.rlhf` and `swift.trainers.trainer_factory`, in every other process: loaded as they are, then handed to
   `patches.py`, so that `rlhf_main([..., '--backend', 'megatron'])` in a program of the user's own finds us too.
+* `swift.arguments.deploy_args` and `swift.pipelines.infer.rollout`: loaded as they are; where this machine needs the CPU platform, `swift
+  rollout` is then told how vLLM's CPU build is used. Elsewhere nothing happens.
 
 An error in here is reported once on stderr and the import goes on as if we were not installed.
 """
@@ -19,6 +21,8 @@ _STAND_INS = ('swift.cli.main', 'swift.pipelines')
 _AFTER_IMPORT = {
     'swift.pipelines.train.rlhf': 'after_rlhf',
     'swift.trainers.trainer_factory': 'after_trainer_factory',
+    'swift.arguments.deploy_args': 'after_deploy_args',
+    'swift.pipelines.infer.rollout': 'after_rollout',
 }
 
 

@@ -1,4 +1,4 @@
-"""`swift rollout` servers for tests: started here, bound to 127.0.0.1, ended by their own process group."""
+"""`swift rollout` servers for tests: ms-swift's own command, bound to 127.0.0.1, ended by their own process group."""
 import contextlib
 import os
 import signal
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SERVE = Path(__file__).with_name('serve.py')
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def free_port() -> int:
@@ -49,8 +49,11 @@ def start(model: Path, folder: Path, *, port: int | None = None, **arguments: An
     values = {'model': model, 'model_type': 'qwen3', 'template': 'chatml', 'use_hf': 'true', 'host': '127.0.0.1', 'port': port,
               'torch_dtype': 'float32', 'vllm_max_model_len': 256, 'vllm_enforce_eager': 'true', **arguments}
     log = folder / f'server-{port}-{time.monotonic_ns()}.log'
+    environment = {name: value for name, value in os.environ.items() if not name.startswith('VLLM_')}  # as a user's shell has it
+    environment |= {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'MODELSCOPE_OFFLINE': '1',
+                    'PYTHONPATH': os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])])}
+    command = [sys.executable, '-m', 'swift.cli.main', 'rollout', *(str(x) for name, value in values.items() for x in (f'--{name}', value))]
     with open(log, 'wb') as out:
-        process = subprocess.Popen([sys.executable, str(SERVE), *(str(x) for name, value in values.items() for x in (f'--{name}', value))],
-                                   stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=dict(os.environ, OMP_NUM_THREADS='1'))
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                                   env=environment)
     return Server(process=process, port=port, log=log)
