@@ -1,4 +1,4 @@
-"""A prompt is encoded once, not once a rollout (import tier 0: standard library only).
+"""A prompt is encoded once, not once a rollout (import tier 1).
 
 The G requests of a group differ in their names and in their seeds. ms-swift's engines encode each of them: template, tokenizer and, for
 pictures, the processor, G times the same.

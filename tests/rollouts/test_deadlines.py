@@ -119,11 +119,11 @@ def hung_in_the_second_step(argv: list[str]) -> list[str]:
 
     import torch.distributed as dist
 
-    from swift_megatron_grpo import trainer as module
     from tests.rollouts.running import trainer_and_data
+    trainer, datasets = trainer_and_data(argv)
+    from swift_megatron_grpo import trainer as module
     said: list[str] = []
     real, module.deadline = module.deadline, functools.partial(deadline, on_expiry=said.append)
-    trainer, datasets = trainer_and_data(argv)
     step = trainer.optimizer.step
 
     def slow_step() -> Any:
