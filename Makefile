@@ -19,6 +19,7 @@ help:
 	@echo 'make demo        learn two-digit sums with GRPO on two CPU processes (ENGINE=vllm|transformers, SEED=0)'
 	@echo 'make test        the whole test suite'
 	@echo 'make test-quick  light tests, a few minutes'
+	@echo 'make test-server only the tests of rollout servers'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make env         only make $(VENV) (PYTHON=python3.11 to choose the interpreter)'
 	@echo 'make clean       remove outputs and caches; make clean-env removes $(VENV) too'
@@ -36,7 +37,7 @@ test-quick: env
 	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
 
 test-server: env
-	SWIFT_MEGATRON_GRPO_SERVER_TESTS=1 $(PY) -m pytest tests/rollouts $(PYTEST_ARGS)
+	$(PY) -m pytest tests/rollouts/test_rollout_server.py tests/rollouts/test_server_*.py $(PYTEST_ARGS)
 
 lint: env
 	$(PY) -m ruff check .
