@@ -38,6 +38,19 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit_at_a_border_and_inside_
             assert torch.equal(resumed.weights[name], weight), name
 
 
+@pytest.mark.parametrize('momentum', [0.0, 0.5])
+def test_sgd_resumes_to_the_bit_too(run: Any, momentum: float) -> None:
+    changes = {'train_iters': 3, 'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 8, 'optimizer': 'sgd', 'sgd_momentum': momentum,
+               'lr': 0.1, 'min_lr': 0.05}
+    straight, folder = run(f'sgd-{momentum}', **changes)
+    resumed, _ = run(f'sgd-{momentum}-resumed', **{**changes, 'save_strategy': 'no'}, resume_from_checkpoint=folder / 'checkpoint-2')
+    assert straight.column('grad_norm')[2] > 0.0
+    for name in ('loss', 'grad_norm'):
+        assert resumed.column(name) == straight.column(name)[2:], name
+    for name, weight in straight.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+
+
 def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
     outcome, _ = run('ratio', rollouts=rollouts, train_iters=4, generation_batch_size=16, temperature=0.9)
     assert outcome.log_ratios[0] == 0.0 and outcome.log_ratios[2] == 0.0
