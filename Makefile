@@ -21,6 +21,7 @@ help:
 	@echo 'make test        the whole test suite'
 	@echo 'make test-quick  light tests, a few minutes'
 	@echo 'make test-webui  swift web-ui in a real browser (needs chromium)'
+	@echo 'make test-server only the tests of rollout servers'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make env         only make $(VENV) (PYTHON=python3.11 to choose the interpreter)'
 	@echo 'make clean       remove outputs and caches; make clean-env removes $(VENV) and $(WEBUI_VENV) too'
@@ -38,7 +39,7 @@ test-quick: env
 	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
 
 test-server: env
-	SWIFT_MEGATRON_GRPO_SERVER_TESTS=1 $(PY) -m pytest tests/rollouts $(PYTEST_ARGS)
+	$(PY) -m pytest tests/rollouts/test_rollout_server.py tests/rollouts/test_server_*.py $(PYTEST_ARGS)
 
 test-webui: env
 	@requirements/install-webui.sh '$(WEBUI_VENV)' '$(VENV)'

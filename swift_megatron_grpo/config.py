@@ -51,6 +51,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     rollout_timeout: float = 3600.0
     sync_timeout: float = 900.0
     reward_timeout: float = 900.0
+    step_timeout: float = 3600.0
     server_timeout: float = 600.0
 
     # losses
@@ -91,6 +92,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     resume_only_model: bool = False
 
     # rollouts, rewards
+    reward_batch: Literal['generation', 'group'] = 'generation'
     min_p: float = 0.0
     vllm_data_parallel_size: int = 1
     vllm_enable_expert_parallel: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import torch
 import torch.distributed as dist
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
@@ -87,12 +88,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.engine = build_engine(args, template, self.topology, self.device)
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency, self.device)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
+        self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
         self.stop = StopRequest()
@@ -135,10 +137,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         self.residency.to(Stage.TRAINING)
-        steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
-        self._verify_engine(scored, steps)
-        self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
+        with self._watched(f'Preparation of generation {index}', args.steps_per_generation * args.step_timeout):
+            steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+            self.last_done = 'batches'
+            self._verify_engine(scored, steps)
+            self.learner.add_logprobs(steps, scored)
+            self.last_done = 'log-probabilities'
+            self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -171,6 +176,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
         self.residency.to(Stage.TRAINING)
+        with self._watched(f'Optimizer step {self.state.iteration + 1}', self.args.step_timeout):
+            return self._train_step(step)
+
+    def _train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -180,7 +189,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                                       experts=self.experts.batch(update) if share > 0.0 else None)
         if self.experts is not None:
             self.window.add_values({'chord/mu': share})
+        self.last_done = 'gradients'
         updated, grad_norm, _ = self.optimizer.step()
+        self.last_done = 'optimizer'
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
         elif self.gate.norm_of_refused is not None:
@@ -340,6 +351,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _on_any_rank(self, here: bool) -> bool:
         return bool(max_over([here], dist.group.WORLD, self.device)[0])
+
+    def _watched(self, phase: str, seconds: float) -> AbstractContextManager[None]:
+        """A deadline around collective work: a rank that hangs, or a collective that never ends, ends in a named error and not in silence."""
+        self.last_done = 'nothing'
+        begun = self.policy.counters.forwards
+        return deadline(phase, seconds, rank=self.topology.rank, detail=lambda: (
+            f'last done: {self.last_done}; {self.policy.counters.forwards - begun} forward passes of micro-batches were begun'))
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ RANGES = (
     ('rollout_timeout', 0.0, None, False),
     ('sync_timeout', 0.0, None, False),
     ('reward_timeout', 0.0, None, False),
+    ('step_timeout', 0.0, None, False),
     ('server_timeout', 0.0, None, False),
     ('dual_clip', 1.0, None, False),
     ('kl_cov_ratio', 0.0, 1.0, True),

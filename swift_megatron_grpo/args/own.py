@@ -84,6 +84,12 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField('rollout_timeout', 'float', 3600.0, 'Deadline of one generation, seconds.'),
     OwnField('sync_timeout', 'float', 900.0, 'Deadline of one weight sync, seconds.'),
     OwnField('reward_timeout', 'float', 900.0, 'Deadline of all reward functions on one generation, seconds.'),
+    OwnField(
+        'step_timeout',
+        'float',
+        3600.0,
+        'Deadline of one optimizer step, seconds; the passes before the steps of a generation have as much for each of them.',
+    ),
     OwnField('server_timeout', 'float', 600.0, 'How long a rollout server may stay away before it is dropped, seconds.'),
     # losses
     OwnField(
@@ -126,6 +132,14 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField('resume_from_checkpoint', 'str', None, 'Checkpoint folder to go on from.'),
     OwnField('resume_only_model', 'bool', False, 'true: take the weights of resume_from_checkpoint and start everything else anew.'),
     # rollouts, rewards
+    OwnField(
+        'reward_batch',
+        'str',
+        'generation',
+        'What one call of a reward function sees: generation, all rollouts of the process, as in ms-swift; group, the rollouts of one prompt, as '
+        'soon as all of them are sampled (beside the generation, where several servers answer).',
+        ('generation', 'group'),
+    ),
     OwnField('min_p', 'float', 0.0, 'Smallest probability relative to the most likely token.'),
     OwnField('vllm_data_parallel_size', 'int', 1, 'Replicas inside one engine; a server has its own.'),
     OwnField('vllm_enable_expert_parallel', 'bool', False, 'Expert parallel inside the engine.'),

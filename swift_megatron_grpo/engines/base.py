@@ -49,6 +49,23 @@ class Sampling:
         return (self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0 and self.repetition_penalty == 1.0
                 and self.structured_outputs_regex is None)
 
+    def request_config(self, *, seed: int | None) -> Any:
+        """As ms-swift's `RequestConfig` (imported here). `seed` is the first request's: ms-swift adds a request's position; None: the engine draws."""
+        from swift.infer_engine import RequestConfig
+        return RequestConfig(
+            n=1,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=list(self.stop_words),
+            structured_outputs_regex=self.structured_outputs_regex,
+            seed=seed,
+            logprobs=True,
+            return_details=True)
+
 
 class RolloutEngine(abc.ABC):
     """What the trainer needs of an engine. All methods: all ranks of the engine, together.
@@ -94,6 +111,13 @@ class RolloutEngine(abc.ABC):
     def finish(self, pending: Any) -> list[Any]:
         """The outputs of what `start` began."""
         return self.generate(*pending)
+
+    def arrivals(self, pending: Any) -> Iterator[tuple[int, list[Any]]]:
+        """The same in pieces, as they are sampled: number of the first request, outputs. In any order, each output once.
+
+        Here: everything at once.
+        """
+        yield 0, self.finish(pending)
 
     @abc.abstractmethod
     def checksums(self) -> dict[str, Checksum] | None:

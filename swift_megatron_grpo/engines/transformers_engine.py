@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import torch
 from collections.abc import Iterable, Sequence
-from swift.infer_engine import RequestConfig, TransformersEngine
+from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import InferRequest, RolloutOutput
 from swift.template import Template
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import RunError
 from .base import Bucket, EngineGroup, RolloutEngine, Sampling
 from .checksums import Checksum
+from .encoding import Encoded, encode_once
 
 
 class _SamplingEngine(TransformersEngine):
@@ -33,6 +34,9 @@ class _SamplingEngine(TransformersEngine):
         ]
         values = torch.stack(steps, 1).tolist()
         return [[{token: value} for token, value in zip(row_ids, row)] for row_ids, row in zip(ids.tolist(), values)]
+
+    def _batch_encode(self, infer_requests: Sequence[InferRequest], strict: bool) -> Encoded:  # type: ignore[override]
+        return encode_once(super()._batch_encode, infer_requests, strict)
 
 
 class TransformersRolloutEngine(RolloutEngine):
@@ -81,15 +85,8 @@ class TransformersRolloutEngine(RolloutEngine):
             raise RunError('Rollout was asked of an engine that has not received weights yet.')
         if len(set(sampling.limits)) > 1:  # a batch of transformers has one limit
             return self._by_limit(requests, sampling)
-        config = RequestConfig(
-            max_tokens=sampling.limits[0] if sampling.limits else sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop_words),
-            logprobs=True,
-            return_details=True)
+        limited = dataclasses.replace(sampling, max_tokens=sampling.limits[0]) if sampling.limits else sampling
+        config = limited.request_config(seed=None)  # this engine draws from torch's generator, below
         self.engine.temperature = sampling.temperature or 1.0
         plain = [InferRequest(messages=copy.deepcopy(r.messages), images=r.images, audios=r.audios, videos=r.videos, tools=r.tools,
                               objects=r.objects) for r in requests]

@@ -6,6 +6,7 @@ until a complete set of weights was loaded; after a load the prefix, multimodal 
 from __future__ import annotations
 
 import copy
+import functools
 import torch
 import torch.distributed as dist
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from .. import cpu
 from ..errors import RunError
 from .base import Bucket, EngineGroup, RolloutEngine, Sampling
 from .checksums import EMPTY, Checksum
+from .encoding import encode_once
 from .vllm_names import holder_of
 
 
@@ -95,6 +97,7 @@ class VllmColocateEngine(RolloutEngine):
             max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
             engine_kwargs=engine_kwargs,
             logprobs_mode='processed_logprobs')
+        self.engine._batch_encode = functools.partial(encode_once, self.engine._batch_encode)
         set_expandable_segments(True)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
@@ -138,19 +141,7 @@ class VllmColocateEngine(RolloutEngine):
             raise RunError('Rollout was asked of a vLLM engine that does not hold a complete set of weights.')
         if not requests:
             return []
-        config = RequestConfig(
-            n=1,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop_words),
-            structured_outputs_regex=sampling.structured_outputs_regex,
-            seed=sampling.seed,  # ms-swift adds the request's position
-            logprobs=True,
-            return_details=True)
+        config = sampling.request_config(seed=sampling.seed)
         self.engine.limits = iter(sampling.limits) if sampling.limits else None
         outputs = self.engine.infer(list(requests), config, use_tqdm=False)
         for output in outputs:

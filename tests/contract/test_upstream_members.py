@@ -74,6 +74,7 @@ SIGNATURES = {
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.init_communicator'): 'self, device=0',
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.update_flattened_params'): 'self, metadatas, flattened_tensor',
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.reset_prefix_cache'): 'self',
+    ('swift.infer_engine.infer_engine', 'InferEngine._batch_encode'): 'self, infer_requests, strict',
     ('swift.infer_engine.grpo_vllm_engine', 'GRPOVllmEngine.infer'): (
         'self, infer_requests, request_config=None, metrics=None, *, use_tqdm=None, adapter_request=None'
     ),

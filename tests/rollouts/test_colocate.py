@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.rollouts.running import greedy_of_transformers, trainer_of
-from tests.step.training import arguments
+from tests.step.training import arguments, train
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
@@ -132,15 +132,9 @@ def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, 
 
 
 def adapters(argv: list[str]) -> dict[str, Any]:
-    """An adapter alone, twice; 50 merged syncs of the same policy."""
+    """A run that goes on from a checkpoint: its adapter alone, twice; 50 merged syncs of the same policy."""
     trainer = trainer_of(argv)
     out: dict[str, Any] = {}
-    with torch.no_grad():  # not the zeros that an adapter starts with
-        generator = torch.Generator().manual_seed(3)
-        for model in trainer.unwrapped_models:
-            for name, parameter in sorted(model.named_parameters()):
-                if parameter.requires_grad:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     before = policy_bytes(trainer)
     kinds, greedy = [], []
     for version in (1, 2, 3):
@@ -163,7 +157,10 @@ def adapters(argv: list[str]) -> dict[str, Any]:
 
 def test_an_adapter_is_served_as_base_and_one_adapter_each_time(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model('qwen3')
-    argv = arguments(tmp_path, model, **VLLM, tuner_type='lora', lora_rank=4, target_modules='all-linear', vllm_enable_lora='true')
+    lora = {'tuner_type': 'lora', 'lora_rank': 4, 'target_modules': 'all-linear', 'lr': 0.1, 'max_completion_length': 16}
+    saving = {'train_iters': 1, 'save_strategy': 'steps', 'save_steps': 1}
+    ranks.run(train, arguments(tmp_path, model, **lora, **saving), world_size=1)
+    argv = arguments(tmp_path, model, **{**VLLM, **lora}, vllm_enable_lora='true', resume_from_checkpoint=tmp_path / 'out' / 'checkpoint-1')
     out = ranks.run(adapters, argv, world_size=1, deadline=400.)[0]
     assert out['kinds'] == ['full', 'adapter', 'adapter']
     assert out['policy_untouched'] and out['policy_after_50']

@@ -180,6 +180,11 @@ SENTENCES: dict[str, str] = {
     'Deadline of one generation, seconds.': '一次生成的期限，秒。',
     'Deadline of one weight sync, seconds.': '一次权重同步的期限，秒。',
     'Deadline of all reward functions on one generation, seconds.': '一次生成的全部奖励函数的期限，秒。',
+    'Deadline of one optimizer step, seconds; the passes before the steps of a generation have as much for each of them.':
+        '一个优化器步的期限，秒；一次生成在其各步之前的前向计算，每步也各有这么长。',
+    'What one call of a reward function sees: generation, all rollouts of the process, as in ms-swift; group, the rollouts of one prompt, as '
+    'soon as all of them are sampled (beside the generation, where several servers answer).':
+        '奖励函数一次调用看到的范围：generation，本进程的全部 rollout，与 ms-swift 相同；group，同一 prompt 的 rollout，全部采样完即计算（有多个服务端时与生成同时进行）。',
     'How long a rollout server may stay away before it is dropped, seconds.': 'rollout 服务端失联多久后被移除，秒。',
     'grpo, bnpo, dr_grpo, dapo, cispo, sapo, real, fipo, luspo, gmpo, or module:function.': 'grpo、bnpo、dr_grpo、dapo、cispo、sapo、real、fipo、luspo、gmpo，或 module:function。',
     'Lower-bound clip c > 1 for negative advantages (arXiv 1912.09729).': '负优势的下界裁剪 c > 1（arXiv 1912.09729）。',
