@@ -106,7 +106,7 @@ def _found(text: str, command: Command, start: int, rest: list[str], spans: list
     config_first = bool(rest) and rest[0].lower().endswith(('.yaml', '.yml', '.json')) and not rest[0].startswith('-')
     names = {name.replace('-', '_') for name, _ in split(rest)[0]}
     megatron = bool(before) and os.path.basename(before[-1]) == 'megatron'
-    extra = [word for name, value in MEGATRON_DEFAULTS if name not in names for word in (f'--{name}', value)] if megatron else []
+    extra = [word for name, value in _meant_by_megatron(rest) if name not in names for word in (f'--{name}', value)] if megatron else []
     return Found(
         argv=rest,
         environment=environment,
@@ -118,6 +118,19 @@ def _found(text: str, command: Command, start: int, rest: list[str], spans: list
         has_backend='backend' in names,
         extra=extra,
     )
+
+
+def _meant_by_megatron(argv: list[str]) -> list[tuple[str, str]]:
+    """What this `megatron rlhf` command means by saying nothing: defaults that differ, and those that depend on what it says."""
+    given = {name.replace('-', '_'): words for name, words in split(argv)[0]}
+    meant = list(MEGATRON_DEFAULTS)
+    if given.get('multi_turn_scheduler'):
+        meant.append(('loss_scale', 'last_round'))
+    meant += [(f'{logger}_project', 'megatron-swift') for logger in ('wandb', 'swanlab') if logger in given.get('report_to', [])]
+    model = next((words[0] for name in ('model', 'mcore_model') if (words := given.get(name))), '')
+    if os.path.basename(model.rstrip('/')).strip('.'):
+        meant.append(('output_dir', f'megatron_output/{os.path.basename(model.rstrip("/"))}'))
+    return meant
 
 
 def _launcher(words: list[str]) -> dict[str, str]:

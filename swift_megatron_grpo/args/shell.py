@@ -26,7 +26,7 @@ _SILENT = ('shift', 'source', '.', 'trap', 'echo', 'set', 'printf', 'read', 'let
 # commands that give a word to a shell
 _SHELLS = ('bash', 'sh', 'zsh', 'ssh', 'docker', 'kubectl', 'tmux', 'screen', 'srun', 'pdsh', 'script', 'watch')
 _PROGRAM = re.compile(r'\b(swift|megatron)\s+(rlhf|rollout)\b')
-_MOST_STEPS = 20_000  # a script that loops longer is not read further
+_MOST_STEPS = 5_000  # a script that loops longer is not read further
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -70,7 +70,8 @@ class ScriptReader:
         for name, node in list(self.functions.items()):
             if name not in self.called and _mentions_training(self.text[node.start : node.start + 20_000]):
                 self.notes.append(f'The function {name} is not called with words that can be known here; it is read as it stands.')
-                self._call(name, [])
+                with contextlib.suppress(_Leave):
+                    self._call(name, [])
         for text in dict.fromkeys(parser.placeholders):
             self.notes.append(f'{text} is to be filled in; a shell would read it as a redirection.')
         return self.commands

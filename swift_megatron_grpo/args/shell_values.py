@@ -12,6 +12,15 @@ _TOKEN = re.compile(
 _LEVELS = (('||',), ('&&',), ('|',), ('^',), ('&',), ('==', '!='), ('<', '>', '<=', '>='), ('<<', '>>'), ('+', '-'), ('*', '/', '%'))
 
 
+def _one_of(text: str, greedy: bool) -> str:
+    if text == '*':
+        return '.*' if greedy else '.*?'
+    if len(text) == 1:
+        return '.' if text == '?' else re.escape(text)
+    body = re.sub(r'([\[\\&|~])', r'\\\1', text[1:-1]).replace('--', r'\--')
+    return f'[^{body[1:]}]' if body[0] in '!^' and len(body) > 1 else f'[{body}]'
+
+
 def regex_of(pattern: Sequence[tuple[str, bool]], *, greedy: bool = True) -> str:
     """A shell pattern as a regular expression. ``pattern`` holds (text, quoted) pieces; quoted characters are literal."""
     result = ''
@@ -20,15 +29,11 @@ def regex_of(pattern: Sequence[tuple[str, bool]], *, greedy: bool = True) -> str
         if quoted:
             result += re.escape(text)
             continue
-        result += re.sub(
-            r'\*|\?|\[[^\]]+\]|.',
-            lambda match: (
-                {'*': '.*' if greedy else '.*?', '?': '.'}.get(match.group(), '')
-                or (match.group().replace('[!', '[^') if len(match.group()) > 1 else re.escape(match.group()))
-            ),
-            text,
-            flags=re.DOTALL,
-        )
+        result += re.sub(r'\*|\?|\[[^\]]+\]|.', lambda match: _one_of(match.group(), greedy), text, flags=re.DOTALL)
+    try:
+        re.compile(result)
+    except re.error:  # [z-a]: such a pattern stands for itself
+        return re.escape(''.join(text for text, _ in pattern))
     return result
 
 

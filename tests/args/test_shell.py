@@ -128,6 +128,17 @@ def test_a_megatron_command_keeps_what_it_means_by_saying_nothing():
     )
 
 
+def test_a_megatron_command_keeps_its_folder_its_projects_and_the_loss_of_its_turns():
+    script = scripts.read_script(
+        'megatron rlhf --rlhf_type grpo --model a/Qwen3-8B --report_to tensorboard wandb swanlab --swanlab_project own '
+        '--multi_turn_scheduler gym_scheduler',
+        {},
+    )
+    assert ' '.join(script.found[0].extra).endswith(
+        '--dataloader_num_workers 4 --loss_scale last_round --wandb_project megatron-swift --output_dir megatron_output/Qwen3-8B'
+    )
+
+
 def test_a_yaml_file_gets_one_line_more(tmp_path):
     path = tmp_path / 'run.yaml'
     path.write_text('# note\nrlhf_type: grpo\nmodel: m  # here\n', encoding='utf-8')

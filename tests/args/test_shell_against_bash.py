@@ -1,6 +1,7 @@
 """What is read of a script is what bash itself would pass to `swift`: both are asked."""
 
 import os
+import random
 import shutil
 import subprocess
 
@@ -423,6 +424,16 @@ def test_text_that_is_no_script_is_read_without_an_error():
         '[[',
     ):
         scripts.read_script(text, {})
+
+
+def test_a_broken_script_is_read_without_an_error():
+    rng = random.Random(0)
+    for seed in range(300):
+        text = list(random_scripts.draw(seed))
+        for _ in range(rng.randint(1, 8)):
+            place = rng.randrange(len(text) + 1)
+            text[place : place + rng.choice([0, 0, 1, 9])] = rng.choice('$(){}[]"\'`\\\n;|&<># =!*')
+        scripts.write_script(scripts.read_script(''.join(text), {'HOME': '/home/u'}), ['--beta', '0'])
 
 
 @pytest.mark.skipif(shutil.which('bash') is None, reason='bash is not here')

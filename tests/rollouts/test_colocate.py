@@ -59,7 +59,9 @@ def full_weights(argv: list[str]) -> dict[str, Any]:
     trainer.sync.run(version + 1)  # verified: checksums of every tensor
     out['changed'] = not equal(states[0], engine_state(trainer.engine))
     out['greedy'] = greedy_of_engine(trainer)
-    out['asked'] = asked_of_vllm(trainer)
+    asked = asked_of_vllm(trainer)
+    out['asked'], out['limits'] = asked[:2], [one['max_tokens'] for one in asked[2:]]
+    out['all_reduce'] = not trainer.engine.engine.engine_args.disable_custom_all_reduce
     with torch.no_grad():
         list(trainer.engine._parameters().values())[3].view(-1)[0] += 1.0
     exported = trainer.sync._export
@@ -102,12 +104,15 @@ def asked_of_vllm(trainer: Any) -> list[dict[str, Any]]:
     request = RolloutInferRequest(messages=[{'role': 'user', 'content': 'hi'}])
     trainer.engine.generate([request, request], Sampling(temperature=0.7, max_tokens=3, top_p=0.8, top_k=7, min_p=0.05, repetition_penalty=1.2,
                                                          stop_words=('stop!', ), seed=11))
+    # limits of its own for each request; a later call has none again
+    trainer.engine.generate([request, request], Sampling(temperature=0.7, max_tokens=9, limits=(2, 5)))
+    trainer.engine.generate([request], Sampling(temperature=0.7, max_tokens=4))
     engine._add_request = add
     return asked
 
 
 @pytest.mark.parametrize('kind, world_size, layout', [
-    ('qwen3', 1, {}),
+    ('qwen3', 1, {'vllm_disable_custom_all_reduce': 'false'}),
     ('qwen3_moe', 2, {'tensor_model_parallel_size': 2, 'vllm_tensor_parallel_size': 2}),
 ])
 def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, tiny_model: Any, tmp_path: Path, kind: str, world_size: int,
@@ -120,6 +125,7 @@ def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, 
         assert out['buckets_equal'] and out['policy_untouched'] and out['changed']
         assert out['transfers'][0] == out['count'] and 1 < out['transfers'][1] < out['count'] and out['transfers'][2] == 1
         assert 'did not arrive as it was sent' in out['fault'], out.get('fault')
+        assert (out['limits'], out['all_reduce']) == ([2, 5, 4], 'vllm_disable_custom_all_reduce' in layout)
         for number, asked in enumerate(out['asked']):
             assert 'stop!' in asked.pop('stop')
             assert asked == {'temperature': 0.7, 'top_p': 0.8, 'top_k': 7, 'min_p': 0.05, 'repetition_penalty': 1.2, 'seed': 11 + number,

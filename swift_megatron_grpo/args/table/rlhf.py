@@ -92,7 +92,7 @@ ref_model_sync_steps | both | int | 512 | 512 | kept | - |
 ref_model_mixup_alpha | both | float | 0.6 | 0.6 | kept | - |
 multi_turn_scheduler | both | str | null | null | kept | - |
 max_turns | both | int | null | null | kept | - |
-completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - |
+completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - | total bounds the answers of a conversation together; a rollout server bounds each round
 vllm_server_pass_dataset | both | bool | false | false | kept | - |
 use_gym_env | both | bool | null | null | kept | - |
 gym_env | both | str | null | null | kept | - |

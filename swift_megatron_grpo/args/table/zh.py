@@ -73,6 +73,7 @@ SENTENCES: dict[str, str] = {
     'belongs to use_galore': '属于 use_galore',
     'LISA thaws layers step by step, and Megatron fixes its gradient buffers at the start; use lora or full': 'LISA 逐步解冻层，而 Megatron 在开始时固定梯度缓冲；请用 lora 或 full',
     'belongs to lisa_activated_layers': '属于 lisa_activated_layers',
+    'total bounds the answers of a conversation together; a rollout server bounds each round': 'total：一次对话各轮回答合计不超过上限；rollout server 仍按每轮计',
     'a checkpoint is moved into place when it is complete': '检查点写完整之后才移动到位',
     'start with torchrun (NPROC_PER_NODE, NNODES); rollouts on other machines: --vllm_mode server': '请用 torchrun 启动（NPROC_PER_NODE、NNODES）；在别的机器上 rollout：--vllm_mode server',
     'belongs to use_ray': '属于 use_ray',
