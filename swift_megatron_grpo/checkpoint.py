@@ -40,6 +40,7 @@ class Progress:
     best_metric: float | None = None
     best_global_step: int | None = None
     num_prompts_per_generation: int = 0
+    stream_position: int = 0  # streaming data: rows read before those of the generation that is sampled next
     seed: int = 0
 
 
@@ -115,6 +116,19 @@ def save(trainer: Any, progress: Progress) -> str:
     if is_master():
         trainer._rotate_checkpoints(args.output_dir)
     return final
+
+
+def let_sgd_be_loaded(optimizer: Any) -> None:
+    """Megatron makes room for a saved state before it reads one, and has no function for that with sgd."""
+
+    def make_room(sgd: torch.optim.Optimizer, config: Any = None) -> None:
+        for group in sgd.param_groups:
+            for parameter in group['params'] if group['momentum'] else ():
+                sgd.state[parameter].setdefault('momentum_buffer', torch.zeros_like(parameter.data))
+
+    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        if isinstance(part.optimizer, torch.optim.SGD) and part.init_state_fn is None:
+            part.init_state_fn = make_room
 
 
 def _save_weights(trainer: Any, folder: str, *, peft_format: bool) -> None:

@@ -31,7 +31,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     backend: Literal['megatron'] = 'megatron'
 
     # batch
-    batch_check: Literal['documented', 'exact'] = 'documented'
+    batch_check: Literal['auto', 'documented', 'exact'] = 'auto'
     max_tokens_per_micro_batch: Optional[int] = None
     max_tokens_per_forward_only_micro_batch: Optional[int] = None
 
@@ -61,6 +61,14 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     clip_cov_ratio: Optional[float] = None
     clip_cov_low: float = 1.0
     clip_cov_high: float = 5.0
+    advantage_reweight: Optional[Literal['rlsd']] = None
+    rlsd_lambda: float = 0.5
+    rlsd_reweight_clip_range: float = 0.2
+    rlsd_lambda_warmup_steps: int = 0
+    rlsd_lambda_decay_steps: int = 0
+    rlsd_negative_only: bool = False
+    sdar_loss_coef: float = 0.0
+    sdar_gate_beta: float = 5.0
     nonfinite_update: Literal['skip', 'stop'] = 'skip'
 
     # training loop, with the meaning of `swift rlhf`
@@ -94,6 +102,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
                 # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
                 self.fp16 = self.bf16 = False
+        if self.optimizer == 'sgd':
+            self.use_distributed_optimizer = False  # it takes adam only
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()

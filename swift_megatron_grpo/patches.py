@@ -53,3 +53,21 @@ def _lora_options() -> None:
         upstream(self, *args, **kwargs)
 
     LoraParallelLinear.__init__ = initialize
+
+
+@PATCHES.patch(Passport(
+    name='layer-numbers-of-pipeline-stages',
+    target='swift.megatron.utils.utils:prepare_mcore_model',
+    breaks='freeze_parameters and trainable_parameters that name a layer act on that layer of every pipeline stage',
+    reference='swift/megatron/utils/utils.py, prepare_mcore_model (ms-swift 4.6.0): prefixes and patterns meet the names of one stage, whose '
+              'layers begin at 0',
+    versions='ms-swift>=4.6,<4.7',
+    remove_when='the names are those of the whole model',
+))
+def _layer_numbers() -> None:
+    from swift.megatron.utils import utils
+
+    from .parallel_names import WholeModel
+    freeze, activate = utils.freeze_parameters, utils.activate_parameters
+    utils.freeze_parameters = lambda model, *args: freeze(WholeModel(model), *args)
+    utils.activate_parameters = lambda model, *args: activate(WholeModel(model), *args)

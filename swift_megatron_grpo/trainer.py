@@ -134,7 +134,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
         self._verify_engine(scored, steps)
         self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored))
+        self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -223,6 +223,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             progress.generation += 1
             progress.updates_in_generation = 0
 
+    def _updates_before(self, generation: int) -> int:
+        return generation * self.args.steps_per_generation * self.args.num_iterations
+
+    @property
+    def _next_to_sample(self) -> int:
+        return self.progress.generation + (1 if self.progress.updates_in_generation > 0 else 0)
+
     def evaluate(self, val_dataset: Any) -> dict[str, float]:
         """Samples and scores the validation prompts with the current weights; changes no training state."""
         args = self.args
@@ -261,6 +268,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
         self.gate = FiniteGate(optimizer)
+        checkpoint.let_sgd_be_loaded(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
                 optimizer,
@@ -289,7 +297,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not prefix:
             logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
             logs['skipped_updates'] = self.progress.skipped_updates
-            logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
+            epoch = self.prompts.epoch_of(self.progress.generation)
+            logs |= {} if epoch is None else {'epoch': round(epoch, 6)}
         super().on_log(logs, prefix)
 
     def save_checkpoint(self) -> None:
@@ -297,6 +306,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return
         if self.engine is not None:
             self.ahead.drain()
+        if isinstance(self.prompts, StreamingPromptSource):
+            self.progress.stream_position = self.prompts.start_of(self._next_to_sample)
         self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
         checkpoint.save(self, self.progress)
 
@@ -352,13 +363,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
         for step, values in zip(steps, logprobs, strict=True):
             step.table.set_logprobs({name: step.own_tokens(value.to(self.device)) for name, value in values.items()})
-        self.learner.add_advantages(steps, scored)
+        self.learner.add_advantages(steps, scored, update=self._updates_before(self.progress.generation))
         return Generation(index=self.progress.generation, scored=scored, steps=steps)
 
     def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:
         args = self.args
         if args.streaming:
-            return StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream = StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream.go_on(self._next_to_sample, self.progress.stream_position)
+            return stream
         return PromptSource(dataset, args.num_prompts_per_generation, shuffle=args.train_dataloader_shuffle, seed=args.data_seed)
 
     def _write_completions(self, index: int, scored: ScoredRollouts, steps: list[StepBatch]) -> None:

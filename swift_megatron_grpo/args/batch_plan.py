@@ -81,7 +81,7 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     accumulation = given.get('gradient_accumulation_steps', 1)
     num_generations = given.get('num_generations', 8)
     num_iterations = given.get('num_iterations', 1)
-    batch_check = given.get('batch_check', 'documented')
+    batch_check = _batch_check(given)
     numbers = {
         'micro_batch_size': micro,
         'gradient_accumulation_steps': accumulation,
@@ -125,7 +125,20 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     )
     if not errors:
         errors += check(plan)
+    if not errors and batch_check == 'exact' and given.get('batch_check', 'auto') == 'auto' and not meets_documented_condition(plan):
+        plan.notes.append(
+            f'num_prompts_per_dp_group {plan.num_prompts_per_dp_group:g} is not a whole multiple of micro_batch_size {micro}, which the '
+            'documentation of Megatron GRPO asks for. The data path here does not need it; --batch_check documented enforces it.'
+        )
     return BatchResult(plan=plan, errors=errors, warnings=warnings)
+
+
+def _batch_check(given: Mapping[str, Any]) -> str:
+    """auto: a batch in Megatron's names is held to Megatron's documentation, a batch in the names of `swift rlhf` to what it needs."""
+    asked = given.get('batch_check', 'auto')
+    if asked != 'auto':
+        return str(asked)
+    return 'documented' if 'micro_batch_size' in given or 'global_batch_size' in given else 'exact'
 
 
 def _global_batch(
@@ -231,11 +244,15 @@ def _notes(
     return notes
 
 
+def meets_documented_condition(plan: BatchPlan) -> bool:
+    """num_prompts_per_dp_group is a whole multiple of micro_batch_size."""
+    return plan.global_batch_size % (plan.num_generations * plan.dp_size * plan.micro_batch_size) == 0
+
+
 def check(plan: BatchPlan) -> list[str]:
     """The verdict on a plan: an empty list, or one message that names the nearest valid values.
 
-    Both settings of batch_check need whole groups in a generation. ``documented`` also asks for the published condition:
-    num_prompts_per_dp_group is a whole multiple of micro_batch_size.
+    Both settings of batch_check need whole groups in a generation. ``documented`` also asks for the published condition.
     """
     size, group = plan.generation_batch_size, plan.num_generations
     if size % group:
@@ -248,9 +265,9 @@ def check(plan: BatchPlan) -> list[str]:
         ]
     if plan.batch_check == 'exact':
         return []
-    unit = plan.num_generations * plan.dp_size * plan.micro_batch_size
-    if plan.global_batch_size % unit == 0:
+    if meets_documented_condition(plan):
         return []
+    unit = plan.num_generations * plan.dp_size * plan.micro_batch_size
     shown = plan.num_prompts_per_dp_group
     ways = [f'global_batch_size {_near(plan.global_batch_size, unit)}']
     if isinstance(shown, int):

@@ -23,6 +23,8 @@ BELONGS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
     ('tau_pos tau_neg', 'loss_type', ('sapo',)),
     ('real_tau', 'loss_type', ('real',)),
     ('fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold', 'loss_type', ('fipo',)),
+    ('rlsd_lambda rlsd_reweight_clip_range rlsd_lambda_warmup_steps rlsd_lambda_decay_steps rlsd_negative_only', 'advantage_reweight', None),
+    ('sdar_gate_beta', 'sdar_loss_coef', None),
     ('max_staleness allow_uncorrected_async', 'async_generate', None),
     ('vllm_server_host vllm_server_base_url vllm_server_port vllm_server_timeout vllm_server_group_port server_timeout', 'vllm_mode',
      ('server',)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -176,6 +177,7 @@ def rewards_and_losses(t: Translation) -> None:
     if t.effective('teacher_model') and t.effective('teacher_model_server'):
         t.errors.append('--teacher_model and --teacher_model_server are both given; one of them is the teacher.')
     _teacher_limits(t, bool(teacher), functions)
+    _self_distillation(t, functions)
     if t.effective('kl_cov_ratio') and t.effective('clip_cov_ratio'):
         t.errors.append('--kl_cov_ratio and --clip_cov_ratio are both given; they are two answers to one question, choose one.')
     if t.effective('clip_cov_low') > t.effective('clip_cov_high'):
@@ -198,6 +200,28 @@ def _teacher_limits(t: Translation, teacher: bool, functions: list[str]) -> None
         for name, value in (('dynamic_sample', True), ('scale_rewards', 'gdpo')):
             if t.effective(name) == value:
                 t.errors.append(f'--{name} {value} needs --reward_funcs: with a teacher alone there are no rewards to compare.')
+
+
+def _self_distillation(t: Translation, functions: list[str]) -> None:
+    """RLSD and SDAR read a teacher token by token (swift.arguments.rlhf_args)."""
+    asked = [name for name in ('advantage_reweight', 'sdar_loss_coef') if t.effective(name)]
+    if len(asked) == 2:
+        t.errors.append('--advantage_reweight and --sdar_loss_coef are two uses of one teacher; choose one.')
+    for name in asked:
+        if t.effective('teacher_model_server'):
+            t.errors.append(f'--{name} {t.effective(name)} does not go with --teacher_model_server: whether a server cuts the answer into the same '
+                            'tokens is not known. Use --teacher_model, or rows with a column teacher_prompt alone.')
+    if t.effective('advantage_reweight'):
+        if not functions:
+            t.errors.append('--advantage_reweight rlsd needs --reward_funcs: it scales an advantage, and a teacher alone gives none.')
+        for name, low, high in (('rlsd_lambda', 0.0, 1.0), ('rlsd_reweight_clip_range', 0.0, None)):
+            if t.effective(name) < low or (high is not None and t.effective(name) > high):
+                t.errors.append(f'--{name} is {t.effective(name):g}; it is {"from 0 to 1" if high else "0 or more"}.')
+        if t.effective('loss_type') in ('real', 'fipo') or t.effective('off_policy_sequence_mask_delta') is not None:
+            t.errors.append('--advantage_reweight rlsd gives one advantage a token; loss_type real, fipo and off_policy_sequence_mask_delta need one '
+                            'a sequence.')
+    if t.effective('sdar_loss_coef') and t.effective('sdar_gate_beta') <= 0:
+        t.errors.append(f'--sdar_gate_beta is {t.effective("sdar_gate_beta"):g}; it is above 0.')
 
 
 def tuner(t: Translation) -> None:
@@ -261,8 +285,20 @@ def layout_flags(t: Translation) -> None:
             '--replay_rollouts loads no engine, so there is nothing to evaluate with. Give --eval_strategy no, or leave the validation '
             'data out.'
         )
+    _optimizer(t)
     if t.effective('optimizer') == 'muon' and (t.effective('overlap_grad_reduce') or t.effective('overlap_param_gather')):
         t.errors.append('--optimizer muon does not go with --overlap_grad_reduce or --overlap_param_gather; use --optimizer dist_muon.')
+
+
+def _optimizer(t: Translation) -> None:
+    kind = t.effective('optimizer')
+    if kind == 'sgd':
+        if t.asked('use_distributed_optimizer'):
+            t.errors.append('--use_distributed_optimizer true goes with adam, and the optimizer is sgd. Leave it out, or use --optim adamw_torch.')
+        t.default('use_distributed_optimizer', False, "Megatron's distributed optimizer takes adam only")
+    if kind in ('muon', 'dist_muon') and importlib.util.find_spec('emerging_optimizers') is None:
+        missing = f'--optimizer {kind} needs the package emerging-optimizers (module emerging_optimizers), which is not installed here.'
+        (t.warnings if t.asked('dry_run') not in (None, 'false') else t.errors).append(missing)
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:

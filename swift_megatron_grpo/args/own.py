@@ -57,9 +57,10 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField(
         'batch_check',
         'str',
-        'documented',
-        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs.',
-        ('documented', 'exact'),
+        'auto',
+        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs; auto: documented for a '
+        "batch in Megatron's names (micro_batch_size, global_batch_size), exact for one in the names of `swift rlhf`.",
+        ('auto', 'documented', 'exact'),
     ),
     OwnField(
         'max_tokens_per_micro_batch', 'int', None, 'Token budget of a packed micro-batch; default micro_batch_size sequences of any length.'
@@ -125,6 +126,15 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField('vllm_enable_expert_parallel', 'bool', False, 'Expert parallel inside the engine.'),
     OwnField('vllm_max_lora_rank', 'int', 16, 'Largest adapter rank the engine accepts (vllm_enable_lora).'),
     OwnField('vllm_disable_custom_all_reduce', 'bool', True, "Leave out vLLM's own all-reduce kernel."),
+    # a teacher in the data
+    OwnField('advantage_reweight', 'str', None, 'rlsd: a teacher scales the advantage of each token (arXiv 2604.03128).', ('rlsd',)),
+    OwnField('rlsd_lambda', 'float', 0.5, '0: the plain advantage; 1: the scaled one.'),
+    OwnField('rlsd_reweight_clip_range', 'float', 0.2, 'The scale lies in [1 - range, 1 + range].'),
+    OwnField('rlsd_lambda_warmup_steps', 'int', 0, 'Optimizer steps in which rlsd_lambda grows from 0.'),
+    OwnField('rlsd_lambda_decay_steps', 'int', 0, 'Optimizer steps after the warm-up in which rlsd_lambda falls to 0; 0: it stays.'),
+    OwnField('rlsd_negative_only', 'bool', False, 'Scale only where the advantage is negative.'),
+    OwnField('sdar_loss_coef', 'float', 0.0, 'Weight of a gated distillation term in the loss (arXiv 2605.15155); 0: none.'),
+    OwnField('sdar_gate_beta', 'float', 5.0, 'Sharpness of its gate.'),
     OwnField('reward_adapters', 'list[str]', [], 'Adapters of the reward models.'),
     OwnField('reward_model_type', 'list[str]', None, 'model_type of each reward model.'),
     OwnField('reward_model_revision', 'list[str]', None, 'Revision of each reward model.'),

@@ -8,10 +8,11 @@ Three decisions, in this order:
 from __future__ import annotations
 
 import torch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from swift.megatron.utils import get_padding_to
 from swift.rl_core.data import GRPOSample
+from swift.rlhf_trainers.gkd_helpers import encode_teacher_view
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 from typing import Any
@@ -76,18 +77,21 @@ class BatchBuilder:
         self.topology = topology
         self.device = device
 
-    def build(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample], num_steps: int) -> list[StepBatch]:
+    def build(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample], num_steps: int, *,
+              teacher_view: bool = False) -> list[StepBatch]:
         """All ranks, collective.
 
         Args:
             rollouts: all N of the generation, in canonical order, equal on every rank.
             samples: rollout index -> sample with its data set row; every rank can build them, those of its own index are used.
             num_steps: optimizer steps of the generation; each trains N / num_steps rollouts in canonical order.
+            teacher_view: the same answers after the teacher's own prompts, where samples have one. Tokens have the same place in the table.
         """
         steps = [rollouts[i * len(rollouts) // num_steps:(i + 1) * len(rollouts) // num_steps] for i in range(num_steps)]
         owners = [self._assign(step) for step in steps]
         mine = [[step[i] for i in owner[self.topology.dp_rank]] for step, owner in zip(steps, owners)]
-        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples)
+        encode = self.encode_for_teacher if teacher_view else self.encode
+        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples, encode)
         lengths = self._completion_lengths(rollouts, encoded)
         bins = self._bins(mine, encoded)
         return [
@@ -108,11 +112,12 @@ class BatchBuilder:
 
     # -- encoding --------------------------------------------------------------------------------------------------------------------------
 
-    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample]) -> dict[int, EncodedRollout]:
+    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample],
+                       encode: Callable[[Rollout, GRPOSample], EncodedRollout]) -> dict[int, EncodedRollout]:
         rank, size = self.topology.model_rank, len(self.topology.model_ranks)
 
         def encode_mine() -> list[EncodedRollout]:
-            return [self.encode(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
+            return [encode(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
 
         parts = agree('Encoding of rollouts', encode_mine, self.topology.model_group)
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
@@ -126,6 +131,14 @@ class BatchBuilder:
             num_prompt_tokens = next((i for i, label in enumerate(encoded['labels']) if label != -100), 0)
             if num_prompt_tokens > limit:
                 encoded = self._encode_within(limit + len(encoded['input_ids']) - num_prompt_tokens, sample)
+        return self._encoded(rollout, encoded)
+
+    def encode_for_teacher(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
+        """The answer after the teacher's prompt, which is not cut; after the policy's where the sample has no other (ms-swift's
+        `encode_teacher_view`)."""
+        return self._encoded(rollout, self._encode_within(None, sample, encode_teacher_view if sample.teacher_messages is not None else encode_sample))
+
+    def _encoded(self, rollout: Rollout, encoded: dict[str, Any]) -> EncodedRollout:
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])
@@ -134,13 +147,14 @@ class BatchBuilder:
         self._check_rollout_logprobs(rollout, len(positions))
         return EncodedRollout(rollout_index=rollout.index, inputs=encoded, token_positions=positions)
 
-    def _encode_within(self, limit: int | None, sample: GRPOSample) -> dict[str, Any]:
+    def _encode_within(self, limit: int | None, sample: GRPOSample,
+                       encode: Callable[[GRPOSample, Template], dict[str, Any]] = encode_sample) -> dict[str, Any]:
         configured, self.template.max_length = self.template.max_length, limit
         if sample.response_token_ids:
             # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
             self.template._add_dynamic_eos = lambda *args, **kwargs: None
         try:
-            return encode_sample(sample, self.template)
+            return encode(sample, self.template)
         finally:
             self.template.max_length = configured
             vars(self.template).pop('_add_dynamic_eos', None)

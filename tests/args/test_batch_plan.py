@@ -46,6 +46,18 @@ def test_each_batch_has_one_verdict_and_a_refusal_names_the_nearest_valid_values
     assert (batch(dp * model_ranks, tp=model_ranks, batch_check='exact', **given).errors == []) == exact
 
 
+def test_a_batch_in_the_names_of_swift_rlhf_is_held_to_what_the_data_path_needs():
+    given = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 4, 'num_generations': 8}
+    result = batch(8, **given)  # an ordinary script: 2 prompts a DP group, micro-batches of 4
+    assert (result.errors, result.plan.batch_check) == ([], 'exact')
+    assert 'num_prompts_per_dp_group 2 is not a whole multiple of micro_batch_size 4' in result.plan.notes[-1]
+    assert batch(8, batch_check='auto', **given).plan == result.plan
+    assert batch(8, batch_check='exact', **given).plan.notes == []  # asked for by name: nothing to say
+    assert 'documented condition' in batch(8, batch_check='documented', **given).errors[0]
+    assert 'documented condition' in batch(8, global_batch_size=128, **given).errors[0]
+    assert batch(8, per_device_train_batch_size=1, gradient_accumulation_steps=8, num_generations=8).plan.notes == []
+
+
 def test_the_nearest_valid_values_are_valid():
     for given in (
         {'global_batch_size': 256, 'num_generations': 8, 'micro_batch_size': 4},

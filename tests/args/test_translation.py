@@ -37,6 +37,34 @@ def test_a_command_without_backend_is_left_alone(workplace):
     assert (plan.is_megatron, plan.errors, plan.worker_argv, plan.arguments) == (False, [], [], [])
 
 
+@pytest.mark.parametrize('given, trained', [('0', '2147483647'), ('1', '1'), ('42', '42')])
+def test_a_seed_of_0_is_one_that_megatron_takes(workplace, given, trained):
+    plan = plan_of(f'--seed {given}')
+    assert (values_of(plan)['seed'], other_errors(plan)) == (trained, [])
+    assert action_of(plan, 'seed').action == ('converted' if given == '0' else 'kept')
+
+
+def test_a_seed_below_0_is_refused(workplace):
+    assert '--seed is -1; it is 0 or more.' in plan_of(['--seed', '-1']).errors
+
+
+def test_sgd_goes_without_the_distributed_optimizer(workplace):
+    plan = plan_of('--optim sgd')
+    assert (values_of(plan)['use_distributed_optimizer'], other_errors(plan)) == ('false', [])
+    assert 'goes with adam' in other_errors(plan_of('--optim sgd --use_distributed_optimizer true'))[0]
+
+
+def test_muon_needs_its_package(workplace):
+    assert 'emerging-optimizers' in other_errors(plan_of('--optim muon'))[0]
+    plan = plan_of('--optim muon --dry_run true')
+    assert other_errors(plan) == [] and any('emerging-optimizers' in warning for warning in plan.warnings)
+
+
+def test_missing_data_are_said_once(workplace):
+    errors = resolve(['--rlhf_type', 'grpo', '--backend', 'megatron', '--model', 'tiny', '--reward_funcs', 'accuracy'], {'NPROC_PER_NODE': '8'}).errors
+    assert [error for error in errors if 'data' in error] == [error for error in errors if error.startswith('--dataset is needed')]
+
+
 def test_megatron_grpo_is_the_same_as_backend_megatron(workplace):
     plan = plan_of('', base=BASE.replace('grpo --backend megatron', 'megatron_grpo'))
     assert plan.is_megatron
@@ -144,7 +172,7 @@ def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed
     ],
 )
 def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, action, workplace):
-    plan = plan_of(text)
+    plan = plan_of(f'--dry_run true {text}')
     assert other_errors(plan) == []
     assert values_of(plan)[name] == value
     given = next(word for word in reversed(text.split()) if word.startswith('--')).lstrip('-').partition('=')[0]
@@ -172,11 +200,27 @@ def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workpla
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
+        ('--advantage_reweight rlsd', None),
+        ('--sdar_loss_coef 0.1', None),
+        ('--advantage_reweight rlsd --sdar_loss_coef 0.1', 'choose one'),
+        ('--advantage_reweight rlsd --teacher_model_server http://127.0.0.1:1', 'teacher_model_server'),
+        ('--advantage_reweight rlsd --loss_type real', 'one a sequence'),
+        ('--advantage_reweight rlsd --rlsd_lambda 1.5', 'from 0 to 1'),
+        ('--sdar_loss_coef 0.1 --sdar_gate_beta 0', 'above 0'),
+    ],
+)
+def test_self_distillation_is_taken_and_its_contradictions_are_refused(text, words, workplace):
+    errors = other_errors(plan_of(text))
+    assert len(errors) == (0 if words is None else 1)
+    assert words is None or words in errors[0]
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
         ('--quant_bits 4', 'no QLoRA'),
         ('--quant_method bnb', 'no QLoRA'),
         ('--chord_sft_dataset x', 'CHORD'),
-        ('--advantage_reweight rlsd', 'RLSD'),
-        ('--sdar_loss_coef 0.1', 'SDAR'),
         ('--use_galore true', 'GaLore'),
         ('--lisa_activated_layers 2', 'LISA'),
         ('--tuner_type llamapro', 'adds layers'),

@@ -53,6 +53,19 @@ def test_a_run_that_one_rank_is_asked_to_stop_saves_on_all_ranks_and_can_be_gone
     assert len(resumed.logs) == 1
 
 
+@pytest.mark.parametrize('momentum', [0.0, 0.5])
+def test_sgd_resumes_to_the_bit_too(run: Any, momentum: float) -> None:
+    changes = {'train_iters': 3, 'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 8, 'optimizer': 'sgd', 'sgd_momentum': momentum,
+               'lr': 0.1, 'min_lr': 0.05}
+    straight, folder = run(f'sgd-{momentum}', **changes)
+    resumed, _ = run(f'sgd-{momentum}-resumed', **{**changes, 'save_strategy': 'no'}, resume_from_checkpoint=folder / 'checkpoint-2')
+    assert straight.column('grad_norm')[2] > 0.0
+    for name in ('loss', 'grad_norm'):
+        assert resumed.column(name) == straight.column(name)[2:], name
+    for name, weight in straight.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+
+
 def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
     outcome, _ = run('ratio', rollouts=rollouts, train_iters=4, generation_batch_size=16, temperature=0.9)
     assert outcome.log_ratios[0] == 0.0 and outcome.log_ratios[2] == 0.0

@@ -2,7 +2,7 @@
 
 ROWS = r"""
 hub_token | both | str | null | null | kept | - |
-seed | both | int | 42 | 42 | kept | - |
+seed | both | int | 42 | 42 | converted | - | Megatron's random state wants a seed above 0
 data_seed | both | int | 42 | 42 | kept | - |
 remove_unused_columns | both | bool | true | true | kept | - |
 ddp_backend | both | str{nccl,gloo} | null | "nccl" | kept | - | where it is not given: nccl on accelerators, gloo without

@@ -110,14 +110,14 @@ tau_neg | both | float | 1.05 | 1.05 | kept | - |
 advantage_estimator | both | str{grpo,rloo,reinforce_plus_plus} | "grpo" | "grpo" | kept | - |
 kl_in_reward | both | bool | null | null | kept | - |
 teacher_kl_coef | both | float | 1.0 | 1.0 | kept | - |
-advantage_reweight | swift | str{rlsd} | null | - | refused | - | RLSD needs a second prompt for each sample, scored by the policy; use the transformers trainer (leave --backend out)
-rlsd_lambda | swift | float | 0.5 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_reweight_clip_range | swift | float | 0.2 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_lambda_warmup_steps | swift | int | 0 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_lambda_decay_steps | swift | int | 0 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_negative_only | swift | bool | false | - | no_effect | - | belongs to advantage_reweight rlsd
-sdar_loss_coef | swift | float | 0.0 | - | refused | - | SDAR needs a second prompt for each sample, scored by a teacher; use the transformers trainer (leave --backend out)
-sdar_gate_beta | swift | float | 5.0 | - | no_effect | - | belongs to sdar_loss_coef
+advantage_reweight | swift | str{rlsd} | null | - | kept | - | needs rows with a column teacher_prompt
+rlsd_lambda | swift | float | 0.5 | - | kept | - |
+rlsd_reweight_clip_range | swift | float | 0.2 | - | kept | - |
+rlsd_lambda_warmup_steps | swift | int | 0 | - | kept | - |
+rlsd_lambda_decay_steps | swift | int | 0 | - | kept | - |
+rlsd_negative_only | swift | bool | false | - | kept | - |
+sdar_loss_coef | swift | float | 0.0 | - | kept | - | needs rows with a column teacher_prompt, or a teacher_model
+sdar_gate_beta | swift | float | 5.0 | - | kept | - |
 real_tau | both | float | 0.5 | 0.5 | kept | - |
 fipo_decay_rate | both | float | 32.0 | 32.0 | kept | - |
 fipo_clip_range | both | float | 0.2 | 0.2 | kept | - |
