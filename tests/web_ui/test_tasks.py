@@ -106,8 +106,8 @@ def test_workers_are_the_ranks_and_not_what_a_rank_started(start):
 def test_workers_that_outlived_their_launcher_are_found_and_ended(start):
     process = start()
     workers = tasks.workers_of(process)
+    process.suspend()  # else the command would end with its launcher
     process.children()[0].kill()
-    process.suspend()  # the command is still there to be asked about
     assert {worker.pid for worker in tasks.workers_of(process)} == {worker.pid for worker in workers}
     tasks.end(tasks.family_of(process), 2.0)
     assert is_gone(process) and all(is_gone(worker) for worker in workers)

@@ -16,6 +16,7 @@ STYLE = """<style>
 .megatron-plan .megatron-ok, .megatron-plan .megatron-ok * { color: #15803d !important; }
 .dark .megatron-plan .megatron-errors, .dark .megatron-plan .megatron-errors * { color: #fca5a5 !important; }
 .dark .megatron-plan .megatron-ok, .dark .megatron-plan .megatron-ok * { color: #86efac !important; }
+.megatron-plan table, .megatron-plan tr { border: none !important; }
 .megatron-plan table { border-collapse: collapse; margin: 6px 0 !important; width: auto; }
 .megatron-plan th, .megatron-plan td { border: none !important; padding: 2px 20px 2px 0 !important; text-align: left; vertical-align: top; }
 .megatron-plan th { font-weight: 600; white-space: nowrap; }
