@@ -36,6 +36,8 @@ class Expander:
     def lookup(self, name: str) -> Value | None:
         if name.isdigit() and name != '0' and self.positional is not None:
             return self.positional[int(name) - 1] if int(name) <= len(self.positional) else None
+        if name == '0' and self.name:
+            return self.name
         return self.variables.get(name, self.exported.get(name))
 
     def assign(self, name: str, value: str) -> None:
@@ -99,7 +101,7 @@ class Expander:
         body = text[2:-1] if text.startswith('${') else text[1:]
         if not body:
             return ['$']
-        if body[0] in '@*#?$!-0' or (body[0] == '#' and len(body) == 1):
+        if body[0] in '@*#?$!-0' or (body.startswith('BASH_SOURCE') and not self.name):
             special = self._special(body, text)
             if special is not None:
                 return special
@@ -133,7 +135,7 @@ class Expander:
             return [str(len(self.positional or []))]
         if body == '0' and self.name:
             return [self.name]
-        if body in ('?', '$', '!', '-', '0'):
+        if body in ('?', '$', '!', '-', '0') or body.startswith('BASH_SOURCE'):
             self.unknown = True
             return [text]
         return None
