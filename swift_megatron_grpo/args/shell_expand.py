@@ -57,7 +57,7 @@ class Expander:
 
     def pattern(self, word: Word) -> list[tuple[str, bool]]:
         """(text, quoted) pieces, for a comparison with a pattern."""
-        return [(' '.join(self._dollar(text, True)) if expands else text, quoted) for text, quoted, expands in word.parts]
+        return [(' '.join(self._values(text, True)) if expands else text, quoted) for text, quoted, expands in word.parts]
 
     def _tilde(self, parts: list[Part]) -> list[Part]:
         home = self.exported.get('HOME')
@@ -65,28 +65,29 @@ class Expander:
         return [(home, True, False), *parts[1:]] if home and starts else parts
 
     def _fields(self, parts: list[Part]) -> list[str]:
-        fields: list[str] = ['']
-        has_text = vanished = False
+        fields: list[tuple[str, bool]] = [('', False)]  # (text, whether it is a field even if it is empty)
+        vanished = False
+
+        def add(text: str, solid: bool) -> None:
+            fields[-1] = (fields[-1][0] + text, fields[-1][1] or solid or bool(text))
+
         for text, quoted, expands in parts:
             if not expands:
-                fields[-1] += text
-                has_text = has_text or quoted or bool(text)
+                add(text, quoted)
                 continue
-            values = self._dollar(text, quoted)
-            if not values:
-                vanished = True  # "$@" and "${empty[@]}" are no word at all, also inside quotes
-                continue
-            has_text = has_text or quoted or any(values)
-            fields[-1] += values[0]
-            fields += values[1:]
-        return fields if has_text and not (vanished and fields == ['']) else []
+            values = self._values(text, quoted)
+            vanished = vanished or not values  # "$@" and "${empty[@]}" are no word at all, also inside quotes
+            # what could not be worked out stands as one piece of text
+            whole = quoted or values == [text]
+            for number, value in enumerate(values):
+                for place, piece in enumerate([value] if whole else re.split(r'[ \t\n]+', value)):
+                    if number or place:
+                        fields.append(('', False))
+                    add(piece, whole)
+        words = [text for text, solid in fields if solid]
+        return [] if vanished and words == [''] else words
 
     # -- one expansion
-
-    def _dollar(self, text: str, quoted: bool) -> list[str]:
-        values = self._values(text, quoted)
-        # what could not be worked out stands as one piece of text
-        return values if quoted or values == [text] else [part for value in values for part in value.split() or ([''] if value else [])]
 
     def _values(self, text: str, quoted: bool) -> list[str]:
         if text.startswith('$((') and text.endswith('))'):
