@@ -36,6 +36,8 @@ class Expander:
     def lookup(self, name: str) -> Value | None:
         if name.isdigit() and name != '0' and self.positional is not None:
             return self.positional[int(name) - 1] if int(name) <= len(self.positional) else None
+        if name == '0' and self.name:
+            return self.name
         return self.variables.get(name, self.exported.get(name))
 
     def assign(self, name: str, value: str) -> None:
@@ -55,7 +57,7 @@ class Expander:
 
     def pattern(self, word: Word) -> list[tuple[str, bool]]:
         """(text, quoted) pieces, for a comparison with a pattern."""
-        return [(' '.join(self._dollar(text, True)) if expands else text, quoted) for text, quoted, expands in word.parts]
+        return [(' '.join(self._values(text, True)) if expands else text, quoted) for text, quoted, expands in word.parts]
 
     def _tilde(self, parts: list[Part]) -> list[Part]:
         home = self.exported.get('HOME')
@@ -63,28 +65,29 @@ class Expander:
         return [(home, True, False), *parts[1:]] if home and starts else parts
 
     def _fields(self, parts: list[Part]) -> list[str]:
-        fields: list[str] = ['']
-        has_text = vanished = False
+        fields: list[tuple[str, bool]] = [('', False)]  # (text, whether it is a field even if it is empty)
+        vanished = False
+
+        def add(text: str, solid: bool) -> None:
+            fields[-1] = (fields[-1][0] + text, fields[-1][1] or solid or bool(text))
+
         for text, quoted, expands in parts:
             if not expands:
-                fields[-1] += text
-                has_text = has_text or quoted or bool(text)
+                add(text, quoted)
                 continue
-            values = self._dollar(text, quoted)
-            if not values:
-                vanished = True  # "$@" and "${empty[@]}" are no word at all, also inside quotes
-                continue
-            has_text = has_text or quoted or any(values)
-            fields[-1] += values[0]
-            fields += values[1:]
-        return fields if has_text and not (vanished and fields == ['']) else []
+            values = self._values(text, quoted)
+            vanished = vanished or not values  # "$@" and "${empty[@]}" are no word at all, also inside quotes
+            # what could not be worked out stands as one piece of text
+            whole = quoted or values == [text]
+            for number, value in enumerate(values):
+                for place, piece in enumerate([value] if whole else re.split(r'[ \t\n]+', value)):
+                    if number or place:
+                        fields.append(('', False))
+                    add(piece, whole)
+        words = [text for text, solid in fields if solid]
+        return [] if vanished and words == [''] else words
 
     # -- one expansion
-
-    def _dollar(self, text: str, quoted: bool) -> list[str]:
-        values = self._values(text, quoted)
-        # what could not be worked out stands as one piece of text
-        return values if quoted or values == [text] else [part for value in values for part in value.split() or ([''] if value else [])]
 
     def _values(self, text: str, quoted: bool) -> list[str]:
         if text.startswith('$((') and text.endswith('))'):
@@ -99,7 +102,7 @@ class Expander:
         body = text[2:-1] if text.startswith('${') else text[1:]
         if not body:
             return ['$']
-        if body[0] in '@*#?$!-0' or (body[0] == '#' and len(body) == 1):
+        if body[0] in '@*#?$!-0' or (body.startswith('BASH_SOURCE') and not self.name):
             special = self._special(body, text)
             if special is not None:
                 return special
@@ -133,7 +136,7 @@ class Expander:
             return [str(len(self.positional or []))]
         if body == '0' and self.name:
             return [self.name]
-        if body in ('?', '$', '!', '-', '0'):
+        if body in ('?', '$', '!', '-', '0') or body.startswith('BASH_SOURCE'):
             self.unknown = True
             return [text]
         return None

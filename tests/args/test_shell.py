@@ -97,6 +97,14 @@ def test_the_training_command_is_found_behind_its_launcher(text, argv, processes
     assert script.found[0].environment.get('NPROC_PER_NODE') == processes
 
 
+def test_a_script_knows_where_it_lies():
+    text = 'cd "$(dirname "${BASH_SOURCE[0]}")/.."\nROOT=$(cd "$(dirname "$0")" && pwd)\nswift rlhf --run_name ${0##*/} --output_dir $ROOT/out\n'
+    found = scripts.read_script(text, {}, 'jobs/grpo/run.sh').found[0]
+    assert (found.folder, found.argv) == ('jobs', ['--run_name', 'run.sh', '--output_dir', 'jobs/jobs/grpo/out'])
+    unnamed = scripts.read_script(text, {})
+    assert unnamed.notes[0] == '$(dirname "${BASH_SOURCE[0]}") is a command; it is not run, and stands here as text.'
+
+
 def test_a_server_and_a_trainer_in_one_file():
     text = 'CUDA_VISIBLE_DEVICES=7 swift rollout --model m --port 8001 &\nsleep 60\nNPROC_PER_NODE=4 swift rlhf --rlhf_type grpo\n'
     script = scripts.read_script(text, {})
