@@ -51,6 +51,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     rollout_timeout: float = 3600.0
     sync_timeout: float = 900.0
     reward_timeout: float = 900.0
+    step_timeout: float = 3600.0
     server_timeout: float = 600.0
 
     # losses
@@ -69,6 +70,13 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     rlsd_negative_only: bool = False
     sdar_loss_coef: float = 0.0
     sdar_gate_beta: float = 5.0
+    chord_sft_dataset: List[str] = field(default_factory=list)
+    chord_sft_per_device_train_batch_size: Optional[int] = None
+    chord_enable_phi_function: bool = False
+    chord_mu_warmup_steps: Optional[int] = None
+    chord_mu_decay_steps: Optional[int] = None
+    chord_mu_peak: Optional[float] = None
+    chord_mu_valley: Optional[float] = None
     nonfinite_update: Literal['skip', 'stop'] = 'skip'
 
     # training loop, with the meaning of `swift rlhf`
@@ -84,6 +92,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     resume_only_model: bool = False
 
     # rollouts, rewards
+    reward_batch: Literal['generation', 'group'] = 'generation'
     min_p: float = 0.0
     vllm_data_parallel_size: int = 1
     vllm_enable_expert_parallel: bool = False
@@ -115,6 +124,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)
+        if self.metric_for_best_model is not None:  # as transformers reads it: with or without the prefix
+            self.metric_for_best_model = self.metric_for_best_model.removeprefix('eval_')
         # The progress line, logging.jsonl (full float precision, reward in the bar) and curves (names of `swift rlhf`) are this package's.
         self.callbacks = [f'grpo_{name}' if name in ('print', 'tensorboard') else name for name in self.callbacks]
 

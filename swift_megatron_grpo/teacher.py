@@ -125,7 +125,7 @@ class LocalTeacher:
         """teacher_logprobs_K of each step, float32, own tokens filled in. All ranks, collective: one forward-only run of the schedule."""
         samples, has_own_prompts = teacher_samples(scored)
         if has_own_prompts:
-            views = self.trainer.batches.build(scored.rollouts, samples, len(steps), teacher_view=True)
+            views = self.trainer.batches.build(scored.rollouts, samples, len(steps), encode=self.trainer.batches.encode_for_teacher)
             assert all(torch.equal(view.table.lengths_S, step.table.lengths_S) for view, step in zip(views, steps, strict=True))
             steps = views
         with self._teacher_weights(), self.forward.free_routing():

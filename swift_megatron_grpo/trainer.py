@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import torch
 import torch.distributed as dist
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
@@ -34,6 +35,7 @@ from .step import frozen
 from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
+from .step.expert import Experts
 from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
 from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
@@ -60,7 +62,7 @@ class Generation:
 class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
-    def __init__(self, args: Any, template: Any):
+    def __init__(self, args: Any, template: Any, expert_dataset: Any = None):
         refuse_unknown_rewards(args)  # before a model is built
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
@@ -78,6 +80,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for name in self.learner.config.without_effect():
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
+        self.experts = Experts(args, expert_dataset, self.batches, self.topology.dp_size) if expert_dataset is not None else None
         self.engine: RolloutEngine | None = None
         self.residency = self._residency()
         if args.replay_rollouts is None:
@@ -85,12 +88,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.engine = build_engine(args, template, self.topology, self.device)
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency, self.device)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
+        self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
         self.stop = StopRequest()
@@ -121,6 +125,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.finalize_training()
         if self.stop.is_agreed:
             logger.info(f'Stopped on request after {self.state.iteration} optimizer steps{self._keep()}.')
+        elif args.load_best_model_at_end:
+            checkpoint.make_best_the_last(self)
         if self.engine is not None:
             self.ahead.drain()
             self.engine.close()  # before the process group goes
@@ -131,10 +137,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         self.residency.to(Stage.TRAINING)
-        steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
-        self._verify_engine(scored, steps)
-        self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
+        with self._watched(f'Preparation of generation {index}', args.steps_per_generation * args.step_timeout):
+            steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+            self.last_done = 'batches'
+            self._verify_engine(scored, steps)
+            self.learner.add_logprobs(steps, scored)
+            self.last_done = 'log-probabilities'
+            self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -167,11 +176,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
         self.residency.to(Stage.TRAINING)
+        with self._watched(f'Optimizer step {self.state.iteration + 1}', self.args.step_timeout):
+            return self._train_step(step)
+
+    def _train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self.learner.gradients(step, update=self.state.iteration, on_policy=self.progress.updates_in_generation == 0)
+        update = self.state.iteration
+        share = self.experts.share(update) if self.experts is not None else 0.0
+        sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share,
+                                      experts=self.experts.batch(update) if share > 0.0 else None)
+        if self.experts is not None:
+            self.window.add_values({'chord/mu': share})
+        self.last_done = 'gradients'
         updated, grad_norm, _ = self.optimizer.step()
+        self.last_done = 'optimizer'
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
         elif self.gate.norm_of_refused is not None:
@@ -332,6 +352,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _on_any_rank(self, here: bool) -> bool:
         return bool(max_over([here], dist.group.WORLD, self.device)[0])
 
+    def _watched(self, phase: str, seconds: float) -> AbstractContextManager[None]:
+        """A deadline around collective work: a rank that hangs, or a collective that never ends, ends in a named error and not in silence."""
+        self.last_done = 'nothing'
+        begun = self.policy.counters.forwards
+        return deadline(phase, seconds, rank=self.topology.rank, detail=lambda: (
+            f'last done: {self.last_done}; {self.policy.counters.forwards - begun} forward passes of micro-batches were begun'))
+
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 
     def _residency(self) -> Residency:
@@ -350,7 +377,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         fresh = Progress(num_prompts_per_generation=args.num_prompts_per_generation, seed=args.seed)
         if args.resume_from_checkpoint is None or args.resume_only_model:
             return fresh
-        return checkpoint.read_progress(args.resume_from_checkpoint)
+        progress = checkpoint.read_progress(args.resume_from_checkpoint)
+        self.state.best_metric, self.state.best_global_step = progress.best_metric, progress.best_global_step
+        return progress
 
     def _resume_generation(self) -> Generation | None:
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""

@@ -107,6 +107,7 @@ class MicroBatch:
     logit_positions_C: torch.Tensor  # int64
     token_index_C: torch.Tensor  # int64
     sequence_ids_C: torch.Tensor  # int64, 0 .. S-1, row of the micro-batch
+    temperature: float | None = None  # of its logits; None: the policy's
     # Router replay R3: experts that the engine chose, int16 [rows, positions of a row, layers, top-k]
     rollout_routes: torch.Tensor | None = None
     # Router replay R2: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]

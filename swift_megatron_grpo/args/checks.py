@@ -51,6 +51,7 @@ RANGES = (
     ('rollout_timeout', 0.0, None, False),
     ('sync_timeout', 0.0, None, False),
     ('reward_timeout', 0.0, None, False),
+    ('step_timeout', 0.0, None, False),
     ('server_timeout', 0.0, None, False),
     ('dual_clip', 1.0, None, False),
     ('kl_cov_ratio', 0.0, 1.0, True),
@@ -70,7 +71,18 @@ RANGES = (
 
 def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
-    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, newer_megatron, paths):
+    for check in (
+        required,
+        schedule_names,
+        ranges,
+        engine,
+        rewards_and_losses,
+        tuner,
+        best_checkpoint,
+        layout_flags,
+        newer_megatron,
+        paths,
+    ):
         check(t)
     if config is not None:
         against_model(t, config)
@@ -178,6 +190,7 @@ def rewards_and_losses(t: Translation) -> None:
         t.errors.append('--teacher_model and --teacher_model_server are both given; one of them is the teacher.')
     _teacher_limits(t, bool(teacher), functions)
     _self_distillation(t, functions)
+    _experts(t)
     if t.effective('kl_cov_ratio') and t.effective('clip_cov_ratio'):
         t.errors.append('--kl_cov_ratio and --clip_cov_ratio are both given; they are two answers to one question, choose one.')
     if t.effective('clip_cov_low') > t.effective('clip_cov_high'):
@@ -224,9 +237,30 @@ def _self_distillation(t: Translation, functions: list[str]) -> None:
         t.errors.append(f'--sdar_gate_beta is {t.effective("sdar_gate_beta"):g}; it is above 0.')
 
 
+def _experts(t: Translation) -> None:
+    if not t.effective('chord_sft_dataset'):
+        return
+    for name, low, high in (('sft_per_device_train_batch_size', 1, None), ('mu_warmup_steps', 0, None), ('mu_decay_steps', 0, None),
+                            ('mu_peak', 0, 1), ('mu_valley', 0, 1)):
+        value = t.effective(f'chord_{name}')
+        allowed = f'from {low} to {high}' if high is not None else f'{low} or more'
+        if value is None:
+            t.errors.append(f'--chord_sft_dataset needs --chord_{name} ({allowed}).')
+        elif value < low or (high is not None and value > high):
+            t.errors.append(f'--chord_{name} is {value:g}; it is {allowed}.')
+    if t.effective('router_replay_mode') not in (None, 'disabled'):
+        t.errors.append(f'--chord_sft_dataset does not go with --router_replay_mode {t.effective("router_replay_mode")}: no rollout has routed the '
+                        'expert answers. Leave one of them out.')
+
+
 def tuner(t: Translation) -> None:
     kind = t.effective('tuner_type')
-    if kind != 'full' and t.effective('ref_model'):
+    if kind != 'full' and t.effective('ref_model') and t.effective('beta') == 0.0:
+        t.warnings.append(
+            f'--ref_model {t.effective("ref_model")} has no effect with --beta 0: there is no reference, in swift rlhf neither.'
+        )
+        t.values['ref_model'] = None
+    elif kind != 'full' and t.effective('ref_model'):
         t.errors.append(
             f'--ref_model is given with --tuner_type {kind}: the reference of an adapter is the model without it, in swift rlhf too. Leave '
             '--ref_model out, or give --ref_adapters.'
@@ -236,6 +270,18 @@ def tuner(t: Translation) -> None:
             '--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with '
             '--tuner_type lora.'
         )
+    for name in ('ref_adapters', 'mcore_adapter', 'mcore_ref_adapter'):
+        if kind == 'full' and t.effective(name):
+            t.errors.append(
+                f'--tuner_type full is given with --{name}, and ms-swift would train LoRA then. Merge the adapter first (swift export '
+                '--merge_lora true) and give the folder as --model or --ref_model, or train with --tuner_type lora.'
+            )
+    if kind == 'lora_llm' and t.asked('merge_lora') is False:
+        t.errors.append('--tuner_type lora_llm needs --merge_lora true: its checkpoints are whole models.')
+    if t.effective('optimizer') not in ('muon', 'dist_muon'):
+        for name in ('muon_lr', 'muon_min_lr'):
+            if t.asked(name) is not None:
+                t.errors.append(f'--{name} {t.asked(name):g} belongs to --optimizer muon or dist_muon.')
     if len(t.effective('adapters') or []) > 1:
         t.errors.append(f'--adapters has {len(t.effective("adapters"))} entries; one adapter can be trained on.')
     if kind == 'lora_llm' and not t.effective('no_save_optim'):
@@ -245,8 +291,28 @@ def tuner(t: Translation) -> None:
             '--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
             f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.'
         )
-    if t.effective('async_save') and t.effective('save_total_limit') is not None:
-        t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
+
+
+def best_checkpoint(t: Translation) -> None:
+    """load_best_model_at_end: each checkpoint must have an evaluation (transformers.TrainingArguments)."""
+    if not t.effective('load_best_model_at_end'):
+        return
+    save, evaluate = t.effective('save_strategy'), t.effective('eval_strategy')
+    if evaluate == 'no':
+        t.errors.append(
+            '--load_best_model_at_end true chooses by evaluations, and nothing is evaluated: give --val_dataset or --split_dataset_ratio, '
+            f'and --eval_strategy {save}.'
+        )
+    elif save != evaluate:
+        t.errors.append(
+            f'--load_best_model_at_end true needs the same --save_strategy ({save}) and --eval_strategy ({evaluate}), as in swift rlhf: '
+            'a checkpoint is judged by the evaluation of its step.'
+        )
+    elif save == 'steps' and t.effective('eval_steps') and t.effective('save_steps') % t.effective('eval_steps'):
+        t.errors.append(
+            f'--load_best_model_at_end true needs --save_steps ({t.effective("save_steps")}) to be a multiple of --eval_steps '
+            f'({t.effective("eval_steps")}), as in swift rlhf: a checkpoint is judged by the evaluation of its step.'
+        )
 
 
 def newer_megatron(t: Translation) -> None:

@@ -20,6 +20,7 @@ _NOT_UPSTREAM = {
     'sync_ref_model': 'refuses it',
     'advantage_reweight': 'has no such argument',
     'sdar_loss_coef': 'has no such argument',
+    'chord_sft_dataset': 'has no such argument',
     'async_generate': 'refuses it',
 }
 

@@ -11,6 +11,8 @@ imported for the first time:
   `patches.py`, so that `rlhf_main([..., '--backend', 'megatron'])` in a program of the user's own finds us too.
 * `swift.ui.llm_grpo.llm_grpo`, which is a tab of `swift web-ui`: the same, for the tab's Megatron section. Before, at `swift.ui`, a gradio that is
   missing is named with the way to get it.
+* `swift.arguments.deploy_args` and `swift.pipelines.infer.rollout`: loaded as they are; where this machine needs the CPU platform, `swift
+  rollout` is then told how vLLM's CPU build is used. Elsewhere nothing happens.
 
 An error in here is reported once on stderr and the import goes on as if we were not installed.
 """
@@ -23,6 +25,8 @@ _AFTER_IMPORT = {
     'swift.pipelines.train.rlhf': 'after_rlhf',
     'swift.trainers.trainer_factory': 'after_trainer_factory',
     'swift.ui.llm_grpo.llm_grpo': 'after_llm_grpo',
+    'swift.arguments.deploy_args': 'after_deploy_args',
+    'swift.pipelines.infer.rollout': 'after_rollout',
 }
 
 

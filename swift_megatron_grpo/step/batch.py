@@ -77,21 +77,21 @@ class BatchBuilder:
         self.topology = topology
         self.device = device
 
-    def build(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample], num_steps: int, *,
-              teacher_view: bool = False) -> list[StepBatch]:
+    def build(self, rollouts: Sequence[Rollout], samples: dict[int, Any], num_steps: int, *,
+              encode: Callable[[Rollout, Any], EncodedRollout] | None = None) -> list[StepBatch]:
         """All ranks, collective.
 
         Args:
             rollouts: all N of the generation, in canonical order, equal on every rank.
             samples: rollout index -> sample with its data set row; every rank can build them, those of its own index are used.
             num_steps: optimizer steps of the generation; each trains N / num_steps rollouts in canonical order.
-            teacher_view: the same answers after the teacher's own prompts, where samples have one. Tokens have the same place in the table.
+            encode: (rollout, its entry of `samples`) -> what the model reads; default `encode`. With `encode_for_teacher` the tokens have the same
+                place in the table.
         """
         steps = [rollouts[i * len(rollouts) // num_steps:(i + 1) * len(rollouts) // num_steps] for i in range(num_steps)]
         owners = [self._assign(step) for step in steps]
         mine = [[step[i] for i in owner[self.topology.dp_rank]] for step, owner in zip(steps, owners)]
-        encode = self.encode_for_teacher if teacher_view else self.encode
-        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples, encode)
+        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples, encode or self.encode)
         lengths = self._completion_lengths(rollouts, encoded)
         bins = self._bins(mine, encoded)
         return [
@@ -112,8 +112,8 @@ class BatchBuilder:
 
     # -- encoding --------------------------------------------------------------------------------------------------------------------------
 
-    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample],
-                       encode: Callable[[Rollout, GRPOSample], EncodedRollout]) -> dict[int, EncodedRollout]:
+    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, Any],
+                       encode: Callable[[Rollout, Any], EncodedRollout]) -> dict[int, EncodedRollout]:
         rank, size = self.topology.model_rank, len(self.topology.model_ranks)
 
         def encode_mine() -> list[EncodedRollout]:
@@ -137,6 +137,15 @@ class BatchBuilder:
         """The answer after the teacher's prompt, which is not cut; after the policy's where the sample has no other (ms-swift's
         `encode_teacher_view`)."""
         return self._encoded(rollout, self._encode_within(None, sample, encode_teacher_view if sample.teacher_messages is not None else encode_sample))
+
+    def encode_expert(self, rollout: Rollout, row: dict[str, Any]) -> EncodedRollout:
+        """A row of `--chord_sft_dataset` with its answer, within max_length by the template's own rule."""
+        try:
+            encoded = self.template.encode(row, return_length=True)
+        except Exception as error:  # whatever stands in the way of encoding
+            raise RunError(f'--chord_sft_dataset: row {rollout.dataset_index} cannot be encoded ({type(error).__name__}: {error}). Take it out, raise '
+                           '--max_length, or use --truncation_strategy left.') from error
+        return self._encoded(rollout, encoded)
 
     def _encoded(self, rollout: Rollout, encoded: dict[str, Any]) -> EncodedRollout:
         encoded.pop('_extra_kwargs', None)

@@ -171,13 +171,15 @@ class Learner:
 
     # -- once an optimizer step ------------------------------------------------------------------------------------------------------------
 
-    def gradients(self, step: StepBatch, *, update: int, on_policy: bool) -> Sums:
+    def gradients(self, step: StepBatch, *, update: int, on_policy: bool, experts: StepBatch | None = None, expert_share: float = 0.0) -> Sums:
         """Forward and backward of one optimizer step. All ranks, collective.
 
         Args:
             step: its micro-batches and table.
             update: number of the optimizer step in the run; seeds what is drawn at random.
             on_policy: the weights are those that `old` stands for: no importance ratio differs from 1.
+            experts: expert answers of this step (step/expert.py), or None.
+            expert_share: of their loss in the whole, mu.
 
         Returns:
             Metrics of the whole step on the last pipeline stage (empty elsewhere), reduced by one collective.
@@ -186,22 +188,41 @@ class Learner:
         parts: list[Sums] = []
         self.trace = Trace(step.table)
 
+        of_experts = {id(micro_batch) for micro_batch in experts.micro_batches} if experts is not None else set()
+
         def consume(micro_batch: MicroBatch, logprobs_C: torch.Tensor, entropies_C: torch.Tensor) -> torch.Tensor:
-            inputs = self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C)
-            self.trace.add(micro_batch, inputs)
-            loss, sums = policy_loss(self.config, inputs)
+            if id(micro_batch) in of_experts:
+                loss, sums = self._expert_loss(micro_batch, experts.table, logprobs_C)
+                loss = loss * expert_share
+            else:
+                inputs = self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C)
+                self.trace.add(micro_batch, inputs)
+                loss, sums = policy_loss(self.config, inputs)
+                loss = loss * (1.0 - expert_share) if of_experts else loss
             one = loss.new_ones(()) if not parts and self.topology.dp_rank == 0 else loss.new_zeros(())
             sums.add('loss', loss.detach(), one)  # losses add up over micro-batches and ranks; one count in the whole step
             parts.append(sums)
             return poison(loss)
 
-        self.forward.run(step.micro_batches, consume, forward_only=False)
+        micro_batches = step.micro_batches if experts is None else [*step.micro_batches, *experts.micro_batches]
+        self.forward.run(micro_batches, consume, forward_only=False)
         if not self.topology.is_last_stage:
             return Sums()
         reduced = reduce_once(merge(parts), self.topology.dp_group)
         for name, value in coupled.metrics.items():
             reduced.add(name, value.double(), torch.ones_like(value, dtype=torch.float64))
         return reduced
+
+    def _expert_loss(self, micro_batch: MicroBatch, table: TokenTable, logprobs_C: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        """This micro-batch's part of the mean over the expert tokens of -phi log p, 0-dim."""
+        index_C = micro_batch.token_index_C.to(logprobs_C.device)
+        loss_C = -logprobs_C
+        if self.args.chord_enable_phi_function:
+            probabilities_C = torch.exp(logprobs_C.detach())
+            loss_C = loss_C * probabilities_C * (1.0 - probabilities_C)
+        sums = Sums()
+        sums.add('chord/sft_loss', loss_C.detach().sum(), torch.ones_like(loss_C).sum())
+        return (loss_C * table.weights_K[index_C]).sum(), sums
 
     def _couple(self, step: StepBatch, update: int, needs_pass: bool) -> Coupled:
         """What couples the sequences of the step (entropy quantile, REAL, covariances), from numbers of the whole step at the current

@@ -80,19 +80,19 @@ cosine_max_len | both | int | null | null | kept | - |
 repetition_n_grams | both | int | 3 | 3 | kept | - |
 repetition_max_penalty | both | float | -1.0 | -1.0 | kept | - |
 reward_model_plugin | both | list[str] | null | null | kept | - |
-chord_sft_dataset | swift | list[str] | [] | - | refused | - | CHORD mixes supervised batches into the step, and this trainer has no second data stream; train without it
-chord_sft_per_device_train_batch_size | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_enable_phi_function | swift | bool | false | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_warmup_steps | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_decay_steps | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_peak | swift | float | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_valley | swift | float | null | - | no_effect | - | belongs to chord_sft_dataset
+chord_sft_dataset | swift | list[str] | [] | - | kept | - |
+chord_sft_per_device_train_batch_size | swift | int | null | - | kept | - |
+chord_enable_phi_function | swift | bool | false | - | kept | - |
+chord_mu_warmup_steps | swift | int | null | - | kept | - |
+chord_mu_decay_steps | swift | int | null | - | kept | - |
+chord_mu_peak | swift | float | null | - | kept | - |
+chord_mu_valley | swift | float | null | - | kept | - |
 sync_ref_model | both | bool | false | false | kept | - |
 ref_model_sync_steps | both | int | 512 | 512 | kept | - |
 ref_model_mixup_alpha | both | float | 0.6 | 0.6 | kept | - |
 multi_turn_scheduler | both | str | null | null | kept | - |
 max_turns | both | int | null | null | kept | - |
-completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - |
+completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - | total bounds the answers of a conversation together; a rollout server bounds each round
 vllm_server_pass_dataset | both | bool | false | false | kept | - |
 use_gym_env | both | bool | null | null | kept | - |
 gym_env | both | str | null | null | kept | - |
