@@ -55,7 +55,7 @@ class Server:
     port: int
     log: Path
 
-    def wait_until_ready(self, seconds: float = 300.) -> None:
+    def wait_until_ready(self, seconds: float = 480.) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.process.poll() is not None:
