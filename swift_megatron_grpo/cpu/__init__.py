@@ -77,10 +77,11 @@ def activate() -> bool:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _let_gloo_find_this_host()
-    from swift_megatron_grpo.cpu import device, libraries
+    from swift_megatron_grpo.cpu import device, libraries, vision
     from swift_megatron_grpo.cpu.te import install
     device.apply()
     libraries.apply()
+    vision.apply()
     install.apply()
     _state['active'] = True
     if os.environ.get('RANK', '0') == '0':
