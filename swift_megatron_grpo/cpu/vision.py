@@ -88,18 +88,19 @@ def _images_without_torchvision() -> None:
     sys.meta_path.insert(0, _VisionProcessFinder())
 
 
-class NoVideoProcessor:
-    """Stands where a processor's video part stands; keeps its settings, so that a checkpoint has them."""
-    merge_size = 2
-    temporal_patch_size = 2
+class NoVideoProcessor(dict[str, Any]):
+    """Stands where a processor's video part stands; holds its settings, so that a checkpoint has them."""
     model_input_names: list[str] = []
     valid_kwargs = type('NoKeywords', (), {'__annotations__': {}})
     _auto_class = None
 
-    def __init__(self, settings: dict[str, Any]):
-        self.settings = settings
-        self.merge_size = settings.get('merge_size', 2)
-        self.temporal_patch_size = settings.get('temporal_patch_size', 2)
+    @property
+    def merge_size(self) -> int:
+        return self.get('merge_size', 2)
+
+    @property
+    def temporal_patch_size(self) -> int:
+        return self.get('temporal_patch_size', 2)
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> 'NoVideoProcessor':
@@ -111,13 +112,13 @@ class NoVideoProcessor:
                 settings = content.get('video_processor') if name == 'processor_config.json' else content
                 if settings is not None:
                     return cls(settings)
-        return cls({})
+        return cls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _no_videos()
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(self.settings)
+        return dict(self)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Part of the processor's own file."""

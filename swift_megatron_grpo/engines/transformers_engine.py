@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 import torch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from swift.infer_engine import RequestConfig, TransformersEngine
 from swift.infer_engine.protocol import InferRequest, RolloutOutput
 from swift.template import Template
@@ -57,12 +57,13 @@ class TransformersRolloutEngine(RolloutEngine):
         model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl='sdpa')
         model.requires_grad_(False)
         self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
+        self.renamings = _renamings(model)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
         self.version = -1
         parameters = dict(self.engine.model.named_parameters())
         tied = getattr(self.engine.model.config, 'tie_word_embeddings', False)
-        loader = _StateLoader(parameters)
+        loader = _StateLoader(parameters, self.parameter_name)
         count = 0
         with torch.no_grad():
             for bucket in buckets:
@@ -105,7 +106,17 @@ class TransformersRolloutEngine(RolloutEngine):
         return {name: Checksum.of(parameter) for name, parameter in self.engine.model.named_parameters()}
 
     def holder_of(self, name: str) -> str:
+        name = self.parameter_name(name)
         return _fused_expert(name) if self._has_fused_experts and '.experts.' in name else name
+
+    def parameter_name(self, name: str) -> str:
+        """What the model calls a weight that checkpoints call `name`. Pure.
+
+        Example: transformers 5 has 'model.visual.blocks.0...' where checkpoints of Qwen2-VL have 'visual.blocks.0...'.
+        """
+        for renaming in self.renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     @property
     def _has_fused_experts(self) -> bool:
@@ -140,6 +151,13 @@ class TransformersRolloutEngine(RolloutEngine):
         self.engine.model = self.engine.engine = None
 
 
+def _renamings(model: Any) -> list[Any]:
+    """transformers' renamings of checkpoint names, in the order in which its own loading applies them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+
+
 def _fused_expert(name: str) -> str:
     """Pure. 'model.layers.0.mlp.experts.3.up_proj.weight' -> 'model.layers.0.mlp.experts.gate_up_proj'."""
     prefix, _, rest = name.partition('.experts.')
@@ -156,11 +174,13 @@ class _StateLoader:
     bridge's export, have one tensor an expert.
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]):
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], parameter_name: Callable[[str], str]):
         self.parameters = parameters
+        self.parameter_name = parameter_name
         self.loaded: set[str] = set()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
+        name = self.parameter_name(name)
         target = self.parameters.get(name)
         if target is not None:
             target.copy_(tensor)

@@ -20,6 +20,7 @@ from ..errors import RunError
 from ..parallel import Topology, agree, max_over
 from ..types import MicroBatch, Rollout, TokenTable
 from .packing import balance, balance_equal_counts, pack, pack_into, round_up
+from .prompts import media_names
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,10 +113,19 @@ class BatchBuilder:
         rank, size = self.topology.model_rank, len(self.topology.model_ranks)
 
         def encode_mine() -> list[EncodedRollout]:
-            return [self.encode(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
+            return [self._encode_named(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
 
         parts = agree('Encoding of rollouts', encode_mine, self.topology.model_group)
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
+
+    def _encode_named(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
+        try:
+            return self.encode(rollout, sample)
+        except RunError:
+            raise
+        except Exception as error:  # an image that is gone, for instance
+            raise RunError(f'Rollout {rollout.index} of data set row {rollout.dataset_index}{media_names(vars(sample))} cannot be encoded: '
+                           f'{type(error).__name__}: {error}') from error
 
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
         """One rollout through ms-swift's `encode_sample`. The prompt is what the engine saw: with truncation_strategy left its last max_length
