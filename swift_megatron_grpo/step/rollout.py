@@ -200,6 +200,8 @@ class RolloutStage:
                 continue
             try:
                 self.template.encode(copy.deepcopy(sample.to_template_dict()))
+            except ImportError:  # a package is missing: no row's fault
+                return
             except Exception as error:  # whatever a reader of images raises
                 raise UserError(f'Data set row {prompt.dataset_index}{media} cannot be read: {type(error).__name__}: {error}. Mend or remove '
                                 'the row, or let --truncation_strategy delete replace prompts that cannot be encoded.') from error

@@ -89,3 +89,61 @@ LAYOUTS = {
 def test_an_image_model_trains_alike_in(run: Any, kind: str, layout: str) -> None:
     world_size, changes = LAYOUTS[layout]
     assert_same(run(kind, world_size, **{**SGD, **changes}), run(kind, **SGD))
+
+
+def part_of(name: str) -> str:
+    """'vit', 'aligner' or 'llm', by checkpoint name."""
+    if 'visual.' not in name:
+        return 'llm'
+    return 'aligner' if 'merger' in name else 'vit'
+
+
+def moved_parts(outcome: Outcome, folder: Path) -> dict[str, bool]:
+    """Of each part, whether all of its weights moved; a part of which some moved and some did not fails."""
+    from safetensors.torch import load_file
+    base = load_file(folder / 'model.safetensors')
+    moved: dict[str, set[bool]] = {}
+    for name, weight in base.items():
+        moved.setdefault(part_of(name), set()).add(not torch.equal(weight, outcome.weights[name]))
+    assert all(len(values) == 1 for values in moved.values()), moved
+    return {part: values.pop() for part, values in moved.items()}
+
+
+@pytest.mark.parametrize('freeze_vit, freeze_aligner, freeze_llm', [(True, True, False), (True, False, False), (False, True, True)])
+def test_frozen_parts_stay_to_the_bit_and_the_others_move(run: Any, vision_model: Any, freeze_vit: bool, freeze_aligner: bool,
+                                                          freeze_llm: bool) -> None:
+    flags = {'freeze_vit': freeze_vit, 'freeze_aligner': freeze_aligner, 'freeze_llm': freeze_llm}
+    outcome = run('qwen3_vl', **PLAIN, **{name: str(value).lower() for name, value in flags.items()})
+    assert moved_parts(outcome, vision_model('qwen3_vl')) == {name.removeprefix('freeze_'): not value for name, value in flags.items()}
+
+
+def test_vit_and_aligner_learn_at_rates_of_their_own(run: Any, rollouts: Path, vision_model: Any) -> None:
+    from safetensors.torch import load_file
+    folder = vision_model('qwen2_5_vl')
+    gradients, _ = reference_gradients(folder, 'qwen2_5_vl', rollouts)
+    outcome = run('qwen2_5_vl', **PLAIN, vit_lr=16.0, aligner_lr=32.0)
+    base = load_file(folder / 'model.safetensors')
+    rates = {'llm': RATE, 'vit': 16.0, 'aligner': 32.0}
+    for name, gradient in gradients.items():
+        if gradient.norm() > 1e-6:
+            step = (base[name] - outcome.weights[name]) / rates[part_of(name)]
+            assert float((step - gradient).norm() / gradient.norm()) < 1e-4, name
+
+
+def test_adapters_on_the_language_model_leave_the_images_encoder_and_train_alike(run: Any, ranks: Any, rollouts: Path, vision_model: Any,
+                                                                                 tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    folder = vision_model('qwen3_vl')
+    lora = {**SGD, 'tuner_type': 'lora', 'lora_rank': 4, 'lora_alpha': 16, 'beta': 0.04, 'freeze_vit': 'true', 'freeze_aligner': 'true'}
+    argv = image_arguments(tmp_path, folder, 'qwen3_vl', rollouts, **{**lora, 'save_strategy': 'steps', 'save_steps': 1, 'train_iters': 1})
+    ranks.run(train, argv, world_size=1, deadline=300.)
+    start = tmp_path / 'out' / 'checkpoint-1'
+    adapter = load_file(start / 'adapter_model.safetensors')
+    assert adapter and not any('visual' in name for name in adapter)
+    expected = run('qwen3_vl', **lora, adapters=start)
+    base = load_file(folder / 'model.safetensors')
+    moved = {name for name, weight in base.items() if not torch.equal(weight, expected.weights[name])}
+    assert {name.removesuffix('.weight').split('.')[-1] for name in moved} == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
+                                                                               'down_proj'}
+    assert not any('visual' in name for name in moved)
+    assert_same(run('qwen3_vl', 4, **lora, adapters=start, tensor_model_parallel_size=2, sequence_parallel='true', context_parallel_size=2), expected)
