@@ -115,3 +115,33 @@ def _features_here(config: Any, mask_sb: torch.Tensor, features: torch.Tensor | 
             features = copy_to_tensor_model_parallel_region(features)
     mask_here = places_sb >= 0
     return mask_here, None if features is None else features[:, places_sb[mask_here]]
+
+
+@PATCHES.patch(Passport(
+    name='glm4-keeps-gate-and-up-together',
+    target='mcore_bridge.model.gpts.glm4:Glm4Bridge._set_mlp_state',
+    breaks='a checkpoint or adapter of GLM-4 (dense) cannot be loaded by transformers: it has gate_proj and up_proj where the model has gate_up_proj',
+    reference='mcore_bridge/bridge/gpt_bridge.py, GPTBridge._set_mlp_state (mcore-bridge 1.6.5): is_gate_up is found out on loading only',
+    versions='mcore-bridge>=1.6,<1.7',
+    remove_when='export writes what loading found',
+))
+def _gate_and_up() -> None:
+    from mcore_bridge.bridge import GPTBridge
+    from mcore_bridge.model.gpts.glm4 import Glm4Bridge
+    upstream = GPTBridge._set_mlp_state
+
+    def set_mlp_state(self: Any, mg_mlp: Any, hf_state_dict: dict[str, Any], hf_prefix: str, layer_idx: int, to_mcore: bool, **kwargs: Any) -> Any:
+        state = upstream(self, mg_mlp, hf_state_dict, hf_prefix, layer_idx, to_mcore, **kwargs)
+        if to_mcore:
+            return state
+        for leaf in ('weight', 'lora_B.weight'):
+            if f'{hf_prefix}up_proj.{leaf}' in state:
+                halves = [state.pop(f'{hf_prefix}{half}_proj.{leaf}') for half in ('gate', 'up')]
+                state[f'{hf_prefix}gate_up_proj.{leaf}'] = torch.cat(halves)
+        if f'{hf_prefix}up_proj.lora_A.weight' in state:  # one factor for both
+            del state[f'{hf_prefix}gate_proj.lora_A.weight']
+            state[f'{hf_prefix}gate_up_proj.lora_A.weight'] = state.pop(f'{hf_prefix}up_proj.lora_A.weight')
+            self._peft_target_modules = (self._peft_target_modules - {'gate_proj', 'up_proj'}) | {'gate_up_proj'}
+        return state
+
+    Glm4Bridge._set_mlp_state = set_mlp_state

@@ -23,7 +23,8 @@ KINDS.update({
         'n_routed_experts': 4, 'n_shared_experts': 1, 'num_experts_per_tok': 2, 'n_group': 2, 'topk_group': 1, 'moe_intermediate_size': 48,
         'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5, 'use_qk_norm': True, 'attention_bias': True,
         'partial_rotary_factor': 0.5}, ()),
-    'minimax_m2': ('MiniMaxM2Config', 'MiniMaxM2ForCausalLM', {'num_local_experts': 4, 'num_experts_per_tok': 2, 'rotary_dim': 16}, ()),
+    'minimax_m2': ('MiniMaxM2Config', 'MiniMaxM2ForCausalLM', {
+        'num_local_experts': 4, 'num_experts_per_tok': 2, 'rotary_dim': 16, 'scoring_func': 'sigmoid', 'use_qk_norm': True, 'use_routing_bias': True}, ()),
     'gpt_oss': ('GptOssConfig', 'GptOssForCausalLM', {
         'num_local_experts': 4, 'num_experts_per_tok': 2, 'sliding_window': 8,
         'layer_types': ['sliding_attention', 'full_attention'] * 2, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.}},

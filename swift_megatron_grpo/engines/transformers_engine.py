@@ -61,16 +61,15 @@ class TransformersRolloutEngine(RolloutEngine):
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
         self.version = -1
-        parameters = dict(self.engine.model.named_parameters())
         tied = getattr(self.engine.model.config, 'tie_word_embeddings', False)
-        loader = _StateLoader(parameters, self.parameter_name)
+        loader = _StateLoader(self._weights(), self.parameter_name)
         count = 0
         with torch.no_grad():
             for bucket in buckets:
                 for name, tensor in bucket:
                     loader.load(name, tensor)
                     count += 1
-        missing = loader.missing() - ({'lm_head.weight'} if tied else set())
+        missing = {name for name, _ in self.engine.model.named_parameters()} - loader.loaded - ({'lm_head.weight'} if tied else set())
         if missing:
             raise RunError(f'Weight sync left {len(missing)} weights of the rollout model as they were, e.g. {sorted(missing)[:3]}.')
         self.version = version
@@ -103,7 +102,15 @@ class TransformersRolloutEngine(RolloutEngine):
         return outputs
 
     def checksums(self) -> dict[str, Checksum]:
-        return {name: Checksum.of(parameter) for name, parameter in self.engine.model.named_parameters()}
+        return {name: Checksum.of(weight) for name, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Parameters, and buffers that checkpoints hold (the correction bias of a router)."""
+        model = self.engine.model
+        weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+        saved = model.state_dict()
+        weights.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        return weights
 
     def holder_of(self, name: str) -> str:
         name = self.parameter_name(name)
@@ -151,6 +158,10 @@ class TransformersRolloutEngine(RolloutEngine):
         self.engine.model = self.engine.engine = None
 
 
+# The three matrices of an expert, as checkpoints call them.
+_EXPERT_PARTS = {'gate_proj': 'gate', 'up_proj': 'up', 'down_proj': 'down', 'w1': 'gate', 'w3': 'up', 'w2': 'down'}
+
+
 def _renamings(model: Any) -> list[Any]:
     """transformers' renamings of checkpoint names, in the order in which its own loading applies them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -164,7 +175,7 @@ def _fused_expert(name: str) -> str:
     number, _, leaf = rest.partition('.')
     if not number.isdigit():
         return name
-    return f'{prefix}.experts.' + ('down_proj' if leaf.startswith('down_proj') else 'gate_up_proj')
+    return f'{prefix}.experts.' + ('down_proj' if _EXPERT_PARTS.get(leaf.removesuffix('.weight')) == 'down' else 'gate_up_proj')
 
 
 class _StateLoader:
@@ -174,36 +185,31 @@ class _StateLoader:
     bridge's export, have one tensor an expert.
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], parameter_name: Callable[[str], str]):
-        self.parameters = parameters
+    def __init__(self, weights: dict[str, torch.Tensor], parameter_name: Callable[[str], str]):
+        self.weights = weights
         self.parameter_name = parameter_name
         self.loaded: set[str] = set()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         name = self.parameter_name(name)
-        target = self.parameters.get(name)
+        target = self.weights.get(name)
         if target is not None:
             target.copy_(tensor)
             self.loaded.add(name)
             return
         _prefix, _, rest = name.partition('.experts.')
         number, _, leaf = rest.partition('.')
-        if number.isdigit():
-            leaf = leaf.removesuffix('.weight')
-            fused = _fused_expert(name)
-            target = self.parameters.get(fused)
-            if target is not None:
-                slot = target[int(number)]
-                if leaf == 'gate_proj':
-                    slot = slot[:slot.shape[0] // 2]
-                elif leaf == 'up_proj':
-                    slot = slot[slot.shape[0] // 2:]
-                slot.copy_(tensor)
-                self.loaded.add(fused)
-                return
+        part = _EXPERT_PARTS.get(leaf.removesuffix('.weight'))
+        target = self.weights.get(_fused_expert(name))
+        if part is not None and target is not None:
+            slot = target[int(number)]
+            if part == 'gate':
+                slot = slot[:slot.shape[0] // 2]
+            elif part == 'up':
+                slot = slot[slot.shape[0] // 2:]
+            slot.copy_(tensor)
+            self.loaded.add(_fused_expert(name))
+            return
         if name == 'lm_head.weight':  # tied, and exported all the same
             return
         raise RunError(f'Weight sync: the rollout model has no weight {name!r}.')
-
-    def missing(self) -> set[str]:
-        return set(self.parameters) - self.loaded

@@ -105,6 +105,8 @@ def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options
     from transformers import AutoConfig
 
     from swift_megatron_grpo.parallel_attributes import mark_tensor_parallel
+    from swift_megatron_grpo.patches import PATCHES
+    PATCHES.apply()
     fields = hf_to_mcore_config(AutoConfig.from_pretrained(folder))
     if fields.get('num_moe_experts'):
         fields['moe_router_load_balancing_type'] = 'none'

@@ -17,10 +17,10 @@ RUN = {'train_iters': 2, 'save_strategy': 'steps', 'save_steps': 2, 'no_save_opt
 
 def train_and_compare(argv: list[str]) -> dict[str, Any]:
     """Trains; of each generation the largest difference between the engine's log-probabilities and the trainer's; the weights at the end."""
-    from swift_megatron_grpo.step.forward import collect_logprobs
-    from swift_megatron_grpo.sync import merged_for_export
     from tests.rollouts.running import trainer_and_data
     trainer, datasets = trainer_and_data(argv)
+    from swift_megatron_grpo.step.forward import collect_logprobs
+    from swift_megatron_grpo.sync import merged_for_export
     collect, train_step, differences, norms = trainer.collect, trainer.train_step, [], []
 
     def watched_collect(index: int) -> Any:
