@@ -1,11 +1,13 @@
 """Patches of other packages that the trainer needs on every platform (import tier 2). Applied once, when the pipeline starts."""
 from __future__ import annotations
 
-import torch
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .passport import Passport, PatchRegistry
+
+if TYPE_CHECKING:
+    import torch
 
 PATCHES = PatchRegistry('trainer')
 
@@ -98,6 +100,7 @@ def _features_here(config: Any, mask_sb: torch.Tensor, features: torch.Tensor | 
     Returns:
         The same of this rank's positions; the features position by position, as a mask [s, b] selects them.
     """
+    import torch
     from mcore_bridge.utils import split_cp_inputs
     from megatron.core import mpu
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -126,6 +129,7 @@ def _features_here(config: Any, mask_sb: torch.Tensor, features: torch.Tensor | 
     remove_when='export writes what loading found',
 ))
 def _gate_and_up() -> None:
+    import torch
     from mcore_bridge.bridge import GPTBridge
     from mcore_bridge.model.gpts.glm4 import Glm4Bridge
     upstream = GPTBridge._set_mlp_state
