@@ -14,7 +14,7 @@ from typing import Any, List, Literal, Optional, Union
 
 from . import cpu, engines
 from .errors import UserError
-from .model_checks import refuse_lost_windows, unknown_model
+from .model_checks import unknown_model
 
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
 _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iterations': 1, 'use_vllm': True}
@@ -110,8 +110,6 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             if str(error) == f'Model: {self.model} is not supported.':
                 raise unknown_model(self.model, self.model_type, sorted(MODEL_MAPPING)) from None
             raise
-        longest = None if self.max_length is None else self.max_length + self.max_completion_length
-        refuse_lost_windows(self.model_info.config, longest)
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)

@@ -12,6 +12,8 @@ from tests.step.training import arguments
 
 pytestmark = pytest.mark.heavy
 
+# gpt_oss: its attention sinks want a backend that the tiny run does not have. olmoe: see docs/models.md.
+TRAINED = [name for name in FAMILIES if name not in ('gpt_oss', 'olmoe')]
 RUN = {'train_iters': 2, 'save_strategy': 'steps', 'save_steps': 2, 'no_save_optim': 'true', 'no_save_rng': 'true', 'max_completion_length': 10,
        'num_generations': 4, 'temperature': 1.0, 'lr': 1e-3}
 
@@ -52,7 +54,7 @@ def arguments_of(tiny_model: Any, family: str, folder: Path, **changes: Any) -> 
     return model, arguments(folder, model, None, **{**RUN, **experts, 'model_type': model_type, 'output_dir': folder / 'out', **changes})
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', TRAINED)
 def test_a_family_samples_trains_and_reloads(ranks: Any, tiny_model: Any, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
     model, argv = arguments_of(tiny_model, family, tmp_path)
@@ -70,7 +72,7 @@ def test_a_family_samples_trains_and_reloads(ranks: Any, tiny_model: Any, tmp_pa
     assert [name for name, weight in stored.items() if not torch.equal(weight, again[name])] == []
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', TRAINED)
 def test_a_familys_adapter_reloads_as_what_was_trained(ranks: Any, tiny_model: Any, tmp_path: Path, family: str) -> None:
     import json
     model, argv = arguments_of(tiny_model, family, tmp_path, tuner_type='lora', lora_rank=4, lora_alpha=16, target_modules='all-linear')

@@ -103,8 +103,16 @@ SIZES = [(56, 56), (112, 64), (64, 96)]
 VLLM = {'use_vllm': 'true', 'vllm_mode': 'colocate', 'vllm_enforce_eager': 'true', 'vllm_max_model_len': 512}
 
 
-@pytest.mark.parametrize('world_size, layout', [(1, {}), (2, {'tensor_model_parallel_size': 2}), (1, VLLM)], ids=['one', 'tp2', 'vllm'])
-def test_engine_trainer_and_rewards_see_the_same_images(ranks: Any, model: Path, tmp_path: Path, world_size: int, layout: dict[str, Any]) -> None:
+ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    'transformers': ('qwen2_5_vl', 1, {}),
+    'transformers-tp2': ('qwen2_5_vl', 2, {'tensor_model_parallel_size': 2}),
+    'vllm': ('qwen2_5_vl', 1, VLLM),
+}
+
+
+@pytest.mark.parametrize('engine', ENGINES)
+def test_engine_trainer_and_rewards_see_the_same_images(ranks: Any, model: Path, tmp_path: Path, engine: str) -> None:
+    _, world_size, layout = ENGINES[engine]
     argv = arguments_of(tmp_path, model, dataset=dataset(tmp_path, SIZES), **layout)
     results = ranks.run(train_and_watch, argv, world_size=world_size, deadline=300.)
     for seen in results:

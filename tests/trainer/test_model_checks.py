@@ -29,9 +29,11 @@ def test_before_a_model_is_built(ranks: Any, tiny_model: Any, tmp_path: Any, kin
     tiny_models.KINDS.setdefault('mistral', ('MistralConfig', 'MistralForCausalLM', {'sliding_window': 64}, ()))
     argv = arguments(tmp_path, tiny_model(kind, **changes), model_type=model_type)
     with pytest.raises(UserError, match=words):
-        ranks.run(parse, argv, world_size=1)
+        ranks.run(build, argv, world_size=1)
 
 
-def parse(argv: list[str]) -> None:
+def build(argv: list[str]) -> None:
+    from accelerate import PartialState
+    PartialState(cpu=True)
     from swift_megatron_grpo.pipeline import MegatronGRPO
-    MegatronGRPO(argv)
+    MegatronGRPO(argv).prepare_trainer()
