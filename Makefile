@@ -1,5 +1,6 @@
 # Two commands need nothing but this: `make demo` and `make test`. Each makes .venv when it is not there and reuses it when it is.
 VENV ?= .venv
+WEBUI_VENV ?= .venv-webui
 PYTHON ?=
 PY := $(VENV)/bin/python
 ENGINE ?= vllm
@@ -13,15 +14,18 @@ export USE_HF ?= 1
 export MODELSCOPE_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help env demo test test-quick test-server lint format clean
+.PHONY: help env demo test test-quick test-server test-webui benchmark lint format clean
 
 help:
 	@echo 'make demo        learn two-digit sums with GRPO on two CPU processes (ENGINE=vllm|transformers, SEED=0)'
 	@echo 'make test        the whole test suite'
 	@echo 'make test-quick  light tests, a few minutes'
+	@echo 'make test-webui  swift web-ui in a real browser (needs chromium)'
+	@echo 'make test-server only the tests of rollout servers'
+	@echo 'make benchmark   what packing and the passes cost, as ratios'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make env         only make $(VENV) (PYTHON=python3.11 to choose the interpreter)'
-	@echo 'make clean       remove outputs and caches; make clean-env removes $(VENV) too'
+	@echo 'make clean       remove outputs and caches; make clean-env removes $(VENV) and $(WEBUI_VENV) too'
 
 env:
 	@requirements/install.sh '$(VENV)' '$(PYTHON)'
@@ -36,7 +40,14 @@ test-quick: env
 	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
 
 test-server: env
-	SWIFT_MEGATRON_GRPO_SERVER_TESTS=1 $(PY) -m pytest tests/rollouts $(PYTEST_ARGS)
+	$(PY) -m pytest tests/rollouts/test_rollout_server.py tests/rollouts/test_server_*.py $(PYTEST_ARGS)
+
+test-webui: env
+	@requirements/install-webui.sh '$(WEBUI_VENV)' '$(VENV)'
+	$(WEBUI_VENV)/bin/python -m pytest tests/web_ui $(PYTEST_ARGS)
+
+benchmark: env
+	$(PY) -m tests.benchmark
 
 lint: env
 	$(PY) -m ruff check .
@@ -48,8 +59,8 @@ format: env
 
 clean:
 	rm -rf build dist *.egg-info demo_output output megatron_output .pytest_cache .mypy_cache .ruff_cache
-	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .PHONY: clean-env
 clean-env: clean
-	rm -rf '$(VENV)'
+	rm -rf '$(VENV)' '$(WEBUI_VENV)'

@@ -1,11 +1,14 @@
-"""Progress bar, logging.jsonl and completions.jsonl (import tier 2)."""
+"""Progress bar, logging.jsonl, TensorBoard and completions.jsonl (import tier 2)."""
 from __future__ import annotations
 
 import json
 import os
 from swift.megatron.callbacks import megatron_callbacks_map
 from swift.megatron.callbacks.print import PrintCallback
+from swift.megatron.callbacks.tensorboard import TensorboardCallback
 from typing import Any
+
+from .metrics import curve_names
 
 
 class GRPOPrintCallback(PrintCallback):
@@ -34,6 +37,18 @@ class _ExactWriter:
         self.writer.append({name: self.exact.get(name, value) for name, value in logs.items()})
 
 
+class GRPOTensorboardCallback(TensorboardCallback):
+    """Curves under the names of `swift rlhf`, which dashboards and `swift web-ui` know (upstream writes completions/mean_length as
+    completions_mean_length), and on disk as soon as they are logged (upstream waits for two minutes or fifty values)."""
+
+    def on_log(self, logs: dict[str, Any]) -> None:
+        if self.writer is None:
+            return
+        for name, value in curve_names(logs).items():
+            self.writer.add_scalar(name, value, self.state.iteration)
+        self.writer.flush()
+
+
 class CompletionsWriter:
     """completions.jsonl: one line a rollout, written when a generation was scored. The logging rank only."""
 
@@ -50,5 +65,6 @@ class CompletionsWriter:
 
 
 def register() -> None:
-    """Makes the callback known to ms-swift's registry, by the name that config.py puts in place of 'print'."""
+    """Makes the callbacks known to ms-swift's registry, by the names that config.py puts in place of 'print' and 'tensorboard'."""
     megatron_callbacks_map['grpo_print'] = GRPOPrintCallback
+    megatron_callbacks_map['grpo_tensorboard'] = GRPOTensorboardCallback

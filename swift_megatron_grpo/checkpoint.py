@@ -14,13 +14,15 @@ import torch.distributed as dist
 from dataclasses import asdict, dataclass
 from safetensors.torch import load_file, save_file
 from swift.megatron.utils import save_mcore_checkpoint
-from swift.utils import gc_collect, is_master, update_last_checkpoint_symlink
+from swift.utils import gc_collect, get_logger, is_master, update_last_checkpoint_symlink
 from typing import Any
 
 from .errors import UserError
 from .step import frozen
 from .step.rollout import ScoredRollouts
 from .sync import merged_for_export
+
+logger = get_logger()
 
 STATE_FILE = 'trainer_state.json'
 PENDING = 'pending_generation'
@@ -40,6 +42,7 @@ class Progress:
     best_metric: float | None = None
     best_global_step: int | None = None
     num_prompts_per_generation: int = 0
+    stream_position: int = 0  # streaming data: rows read before those of the generation that is sampled next
     seed: int = 0
 
 
@@ -108,13 +111,48 @@ def save(trainer: Any, progress: Progress) -> str:
         update_last_checkpoint_symlink(final)
     dist.barrier()
     state.last_model_checkpoint = final
+    _find_best(args, state)
+    if is_master():
+        trainer._rotate_checkpoints(args.output_dir)
+    return final
+
+
+def _find_best(args: Any, state: Any) -> None:
     if state.best_global_step is not None:
         best = os.path.join(args.output_dir, f'checkpoint-{state.best_global_step}')
         if os.path.exists(best):
             state.best_model_checkpoint = best
+
+
+def make_best_the_last(trainer: Any) -> None:
+    """load_best_model_at_end: the checkpoint with the best metric_for_best_model is what the run leaves as its last one.
+
+    transformers loads it into the model that it gives back; here the process ends, so the link `last-checkpoint` and what is reported as
+    last_model_checkpoint refer to it. All ranks, after the last checkpoint.
+    """
+    args, state = trainer.args, trainer.state
+    _find_best(args, state)
+    if state.best_model_checkpoint is None:
+        logger.warning(f'--load_best_model_at_end: no checkpoint of this run has an evaluation with {args.metric_for_best_model}; the last one '
+                       'stays the last one.')
+        return
     if is_master():
-        trainer._rotate_checkpoints(args.output_dir)
-    return final
+        update_last_checkpoint_symlink(state.best_model_checkpoint)
+        logger.info(f'The best checkpoint ({args.metric_for_best_model} {state.best_metric:g}) is {state.best_model_checkpoint}.')
+    state.last_model_checkpoint = state.best_model_checkpoint
+
+
+def let_sgd_be_loaded(optimizer: Any) -> None:
+    """Megatron makes room for a saved state before it reads one, and has no function for that with sgd."""
+
+    def make_room(sgd: torch.optim.Optimizer, config: Any = None) -> None:
+        for group in sgd.param_groups:
+            for parameter in group['params'] if group['momentum'] else ():
+                sgd.state[parameter].setdefault('momentum_buffer', torch.zeros_like(parameter.data))
+
+    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        if isinstance(part.optimizer, torch.optim.SGD) and part.init_state_fn is None:
+            part.init_state_fn = make_room
 
 
 def _save_weights(trainer: Any, folder: str, *, peft_format: bool) -> None:

@@ -33,7 +33,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     backend: Literal['megatron'] = 'megatron'
 
     # batch
-    batch_check: Literal['documented', 'exact'] = 'documented'
+    batch_check: Literal['auto', 'documented', 'exact'] = 'auto'
     max_tokens_per_micro_batch: Optional[int] = None
     max_tokens_per_forward_only_micro_batch: Optional[int] = None
 
@@ -53,6 +53,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     rollout_timeout: float = 3600.0
     sync_timeout: float = 900.0
     reward_timeout: float = 900.0
+    step_timeout: float = 3600.0
     server_timeout: float = 600.0
 
     # losses
@@ -63,6 +64,21 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     clip_cov_ratio: Optional[float] = None
     clip_cov_low: float = 1.0
     clip_cov_high: float = 5.0
+    advantage_reweight: Optional[Literal['rlsd']] = None
+    rlsd_lambda: float = 0.5
+    rlsd_reweight_clip_range: float = 0.2
+    rlsd_lambda_warmup_steps: int = 0
+    rlsd_lambda_decay_steps: int = 0
+    rlsd_negative_only: bool = False
+    sdar_loss_coef: float = 0.0
+    sdar_gate_beta: float = 5.0
+    chord_sft_dataset: List[str] = field(default_factory=list)
+    chord_sft_per_device_train_batch_size: Optional[int] = None
+    chord_enable_phi_function: bool = False
+    chord_mu_warmup_steps: Optional[int] = None
+    chord_mu_decay_steps: Optional[int] = None
+    chord_mu_peak: Optional[float] = None
+    chord_mu_valley: Optional[float] = None
     nonfinite_update: Literal['skip', 'stop'] = 'skip'
 
     # training loop, with the meaning of `swift rlhf`
@@ -78,6 +94,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     resume_only_model: bool = False
 
     # rollouts, rewards
+    reward_batch: Literal['generation', 'group'] = 'generation'
     min_p: float = 0.0
     vllm_data_parallel_size: int = 1
     vllm_enable_expert_parallel: bool = False
@@ -97,6 +114,8 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
                 # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
                 self.fp16 = self.bf16 = False
+        if self.optimizer == 'sgd':
+            self.use_distributed_optimizer = False  # it takes adam only
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         self._refuse_unfinished()
@@ -113,8 +132,10 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)
-        # The progress line and logging.jsonl are this package's (full float precision, reward in the bar).
-        self.callbacks = ['grpo_print' if name == 'print' else name for name in self.callbacks]
+        if self.metric_for_best_model is not None:  # as transformers reads it: with or without the prefix
+            self.metric_for_best_model = self.metric_for_best_model.removeprefix('eval_')
+        # The progress line, logging.jsonl (full float precision, reward in the bar) and curves (names of `swift rlhf`) are this package's.
+        self.callbacks = [f'grpo_{name}' if name in ('print', 'tensorboard') else name for name in self.callbacks]
 
     def _refuse_unfinished(self) -> None:
         for name, harmless, instead in NOT_YET:

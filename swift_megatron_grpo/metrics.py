@@ -5,6 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 from collections.abc import Iterable
+from typing import Any
 
 from .step.corrections import finish_metrics
 from .types import Sums
@@ -65,6 +66,15 @@ def to_logs(sums: Sums) -> dict[str, float]:
         if math.isfinite(value):
             logs[name] = -value if name.endswith('min') else value
     return finish_metrics(logs)
+
+
+def curve_names(logs: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a log entry under the names that transformers' TensorBoard callback gives them. Pure.
+
+    Example: {'reward': 1.0, 'eval_reward': 0.5, 'memory': '1GiB'} gives {'train/reward': 1.0, 'eval/reward': 0.5}.
+    """
+    numbers = {name: value for name, value in logs.items() if not isinstance(value, str)}
+    return {f'eval/{name[5:]}' if name.startswith('eval_') else f'train/{name}': value for name, value in numbers.items()}
 
 
 class Window:

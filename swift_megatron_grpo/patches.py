@@ -60,6 +60,24 @@ def _lora_options() -> None:
 
 
 @PATCHES.patch(Passport(
+    name='layer-numbers-of-pipeline-stages',
+    target='swift.megatron.utils.utils:prepare_mcore_model',
+    breaks='freeze_parameters and trainable_parameters that name a layer act on that layer of every pipeline stage',
+    reference='swift/megatron/utils/utils.py, prepare_mcore_model (ms-swift 4.6.0): prefixes and patterns meet the names of one stage, whose '
+              'layers begin at 0',
+    versions='ms-swift>=4.6,<4.7',
+    remove_when='the names are those of the whole model',
+))
+def _layer_numbers() -> None:
+    from swift.megatron.utils import utils
+
+    from .parallel_names import WholeModel
+    freeze, activate = utils.freeze_parameters, utils.activate_parameters
+    utils.freeze_parameters = lambda model, *args: freeze(WholeModel(model), *args)
+    utils.activate_parameters = lambda model, *args: activate(WholeModel(model), *args)
+
+
+@PATCHES.patch(Passport(
     name='image-features-of-qwen3-vl',
     target='mcore_bridge.model.mm_gpts.qwen3_vl:Qwen3VL_Vit._get_inputs_embeds',
     breaks='Qwen3-VL: (1) an answer that contains an image token by chance stops the run ("Number of elements of source < number of ones in mask"); '

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import socket
+from swift.dataset import load_dataset
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from typing import Any
 
@@ -23,7 +24,15 @@ class MegatronGRPO(MegatronRLHF):
         super().__init__(args)
 
     def prepare_trainer(self) -> MegatronGRPOTrainer:
-        return MegatronGRPOTrainer(self.args, self.template)
+        return MegatronGRPOTrainer(self.args, self.template, self._expert_dataset())
+
+    def _expert_dataset(self) -> Any:
+        """The rows of --chord_sft_dataset, or None."""
+        args = self.args
+        if not args.chord_sft_dataset:
+            return None
+        dataset, _ = load_dataset(args.chord_sft_dataset, split_dataset_ratio=0.0, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
+        return dataset
 
 
 def _describe_single_process() -> None:

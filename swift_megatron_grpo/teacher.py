@@ -1,20 +1,25 @@
 """A teacher for on-policy distillation: its log-probabilities of the sampled tokens (import tier 2).
 
-The advantage of a token is then its sequence's plus teacher_kl_coef * (teacher - old log-probability), see step/advantage.py. Three kinds:
+The advantage of a token is then its sequence's plus teacher_kl_coef * (teacher - old log-probability), see step/advantage.py; with
+`--advantage_reweight rlsd` it is scaled instead, and with `--sdar_loss_coef` the teacher speaks in the loss. The kinds:
 
 | arguments | teacher |
 |---|---|
 | `--teacher_model PATH` | a frozen copy on Megatron, in the policy's layout; its sizes may differ from the policy's, its tokenizer may not |
 | `--tuner_type lora --teacher_model` the policy's own model | the policy with the adapter switched off; nothing is loaded |
+| none, and rows with a column `teacher_prompt` (or `teacher_images`) | the policy as it is, which reads the teacher's prompt in place of the last question |
 | `--teacher_model_server URL`, or a JSON list of `{"url", "tags"}` | one or several vLLM servers, asked for the log-probabilities of the sampled tokens |
+
+Where a row has a `teacher_prompt`, each kind reads that prompt, and the same answer after it.
 """
 from __future__ import annotations
 
 import contextlib
 import torch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from swift.infer_engine.protocol import RequestConfig
 from swift.megatron.model import get_mcore_model
+from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.gkd_helpers import build_teacher_requests, parse_teacher_model_server, route_samples_to_teachers
 from swift.rlhf_trainers.utils import parse_prompt_logprobs
 from swift.utils import get_logger
@@ -26,7 +31,6 @@ from .errors import RunError, UserError
 from .parallel import Topology, agree, contiguous_share
 from .step.batch import StepBatch
 from .step.forward import PolicyForward, collect_logprobs
-from .step.prompts import Prompt
 from .step.rollout import ScoredRollouts
 from .types import Rollout
 
@@ -36,32 +40,44 @@ logger = get_logger()
 _MAX_TOKENS_AFTER_ANSWER = 4
 
 
-def build_teacher(trainer: Any, topology: Topology, policy: PolicyForward, device: torch.device) -> LocalTeacher | ServerTeacher | None:
-    """The teacher that the arguments ask for, or None. All ranks, collective."""
+def build_teacher(trainer: Any, topology: Topology, policy: PolicyForward, device: torch.device) -> LocalTeacher | ServerTeacher:
+    """The teacher that the arguments ask for; without any, one that teaches where rows bring a prompt for it. All ranks, collective."""
     args = trainer.args
     if args.teacher_model_server is not None:
         return ServerTeacher(args, trainer.template, topology, device)
-    if args.teacher_model is not None or args._teacher_use_disable_adapter:
-        return LocalTeacher(trainer, topology, policy, device)
-    return None
+    return LocalTeacher(trainer, topology, policy, device)
 
 
-def refuse_own_prompts(prompts: Sequence[Prompt]) -> None:
-    """A prompt of the teacher's own (columns teacher_prompt, teacher_images) is not available: refused rather than left out of account."""
-    for prompt in prompts:
+def refuse_own_prompts(args: Any, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    """A teacher's prompt in a row makes advantages differ from token to token; losses that need one a sequence refuse it. SDAR leaves them alone.
+
+    Args:
+        rows: (row of the data set, its columns).
+    """
+    if args.sdar_loss_coef > 0 or not (args.loss_type in ('real', 'fipo') or args.off_policy_sequence_mask_delta is not None):
+        return
+    for dataset_index, columns in rows:
         for column in ('teacher_prompt', 'teacher_images'):
-            if prompt.row.get(column):
-                raise UserError(f'Data set row {prompt.dataset_index} has the column {column!r} (self-distillation with a prompt of the teacher\'s '
-                                'own), which is not available with --backend megatron in this version. Remove the column to train without it.')
+            if columns.get(column):
+                raise UserError(f'Data set row {dataset_index} has the column {column!r}: a teacher makes the advantage differ from token to '
+                                f'token, and loss_type {args.loss_type} with off_policy_sequence_mask_delta {args.off_policy_sequence_mask_delta} '
+                                'needs one a sequence. Remove the column, or use loss_type grpo, bnpo, dr_grpo, dapo, cispo or sapo without that mask.')
+
+
+def teacher_samples(scored: ScoredRollouts) -> tuple[dict[int, GRPOSample], bool]:
+    """Rollout index -> sample with the teacher's prompt put in, and whether any has one."""
+    samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
+    views = [sample.build_teacher_view() for sample in samples.values()]  # of each, also after the first that has one
+    return samples, any(views)
 
 
 class LocalTeacher:
-    """A frozen model on Megatron, or the policy without its adapter.
+    """A frozen model on Megatron, the policy without its adapter, or the policy itself behind another prompt.
 
     Args:
         trainer: for arguments, template and the policy's models.
         topology: this rank's place.
-        policy: the policy's forward; the teacher's where the adapter is switched off.
+        policy: the policy's forward; the teacher's too where no model of its own is loaded.
         device: the rank's device.
     """
 
@@ -71,7 +87,8 @@ class LocalTeacher:
         self.device = device
         self.models: list[Any] = []
         self.forward = policy
-        if not self.args._teacher_use_disable_adapter:
+        self.is_policy = self.args.teacher_model is None and not self.args._teacher_use_disable_adapter
+        if self.args.teacher_model is not None:
             self.models = self._load()
             self.forward = PolicyForward(trainer, self.models, topology, self.args.temperature)
 
@@ -98,8 +115,19 @@ class LocalTeacher:
                     stack.callback(model.to, 'cpu')
             yield
 
+    def teaches(self, scored: ScoredRollouts) -> bool:
+        """Whether it has something to say: the policy itself only where a row brings the teacher's prompt. The same on every rank."""
+        refuse_own_prompts(self.args, ((prompt.dataset_index, {'teacher_prompt': sample.teacher_prompt, 'teacher_images': sample.teacher_images})
+                                       for prompt, sample in zip(scored.prompts, scored.samples_P, strict=True)))
+        return not self.is_policy or any(sample.teacher_prompt or sample.teacher_images is not None for sample in scored.samples_P)
+
     def logprobs(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> list[torch.Tensor]:
         """teacher_logprobs_K of each step, float32, own tokens filled in. All ranks, collective: one forward-only run of the schedule."""
+        samples, has_own_prompts = teacher_samples(scored)
+        if has_own_prompts:
+            views = self.trainer.batches.build(scored.rollouts, samples, len(steps), encode=self.trainer.batches.encode_for_teacher)
+            assert all(torch.equal(view.table.lengths_S, step.table.lengths_S) for view, step in zip(views, steps, strict=True))
+            steps = views
         with self._teacher_weights(), self.forward.free_routing():
             return [logprobs_K for logprobs_K, _ in collect_logprobs(self.forward, steps, self.device)]
 
@@ -132,6 +160,9 @@ class ServerTeacher:
     def _connect(self, connect: Callable[[str], Any]) -> None:
         self.clients = [connect(config.url) for config in self.configs]
 
+    def teaches(self, scored: ScoredRollouts) -> bool:
+        return True
+
     def logprobs(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> list[torch.Tensor]:
         """teacher_logprobs_K of each step, float32, own tokens filled in. All ranks, collective.
 
@@ -162,6 +193,8 @@ class ServerTeacher:
             if len(rollout.response_token_ids) > 1:
                 raise UserError('teacher_model_server scores answers of one turn; a multi-turn rollout needs a local --teacher_model.')
         samples = [scored.sample(rollout) for rollout in answered]
+        for sample in samples:
+            sample.build_teacher_view()
         requests = build_teacher_requests(samples, self.template)
         config = RequestConfig(prompt_logprobs=0, max_tokens=1, temperature=0.0)
         values = {rollout.index: [] for rollout in rollouts}

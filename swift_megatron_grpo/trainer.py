@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import torch
+import torch.distributed as dist
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rlhf_trainers.utils import identity_data_collator
@@ -21,10 +23,11 @@ from .checkpoint import Progress
 from .deadlines import deadline
 from .engines import EngineLost, RolloutEngine, build_engine, shares_devices
 from .errors import RunError, UserError
+from .interruption import StopRequest
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
 from .model_checks import refuse_lost_windows
-from .parallel import agree, build_topology
+from .parallel import agree, build_topology, max_over
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
 from .residency import MegatronMovers, Residency, Stage
@@ -33,6 +36,7 @@ from .step import frozen
 from .step.ahead import Ahead
 from .step.batch import BatchBuilder, StepBatch
 from .step.completions import completion_metrics
+from .step.expert import Experts
 from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
 from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
@@ -59,7 +63,7 @@ class Generation:
 class MegatronGRPOTrainer(BaseMegatronTrainer):
     """See the module's docstring. Built on every rank; all public methods are collective."""
 
-    def __init__(self, args: Any, template: Any):
+    def __init__(self, args: Any, template: Any, expert_dataset: Any = None):
         refuse_unknown_rewards(args)  # before a model is built
         refuse_lost_windows(template.config, None if args.max_length is None else args.max_length + args.max_completion_length)
         super().__init__(args, template)
@@ -78,6 +82,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for name in self.learner.config.without_effect():
             logger.warning(f'--{name} {getattr(args, name)} has no effect with --loss_type {args.loss_type}.')
         self.batches = BatchBuilder(args, template, self.topology, self.device)
+        self.experts = Experts(args, expert_dataset, self.batches, self.topology.dp_size) if expert_dataset is not None else None
         self.engine: RolloutEngine | None = None
         self.residency = self._residency()
         if args.replay_rollouts is None:
@@ -85,14 +90,16 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.engine = build_engine(args, template, self.topology, self.device)
             self.residency.attach(self.engine)
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
-            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency)
+            self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency, self.device)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window, self.eval_window = Window(), Window()
+        self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
+        self.stop = StopRequest()
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -109,14 +116,19 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.setup_model_training()
         self.sync_weights()  # a broken path to the engine fails here, before anything was trained
         self.generation = self._resume_generation()
-        while self.state.iteration < args.train_iters:
+        while self.state.iteration < args.train_iters and not self.stop.is_agreed:
             self.generation = self.generation or self.collect(self.progress.generation)
             for step in self._updates_left(self.generation):
                 self.run_train_step(step, val_dataset)
-                if self.state.iteration >= args.train_iters:
+                if self.state.iteration >= args.train_iters or self.stop.agree(self._on_any_rank):
                     break
-            self.generation = None
+            if not self.stop.is_agreed:
+                self.generation = None
         self.finalize_training()
+        if self.stop.is_agreed:
+            logger.info(f'Stopped on request after {self.state.iteration} optimizer steps{self._keep()}.')
+        elif args.load_best_model_at_end:
+            checkpoint.make_best_the_last(self)
         if self.engine is not None:
             self.ahead.drain()
             self.engine.close()  # before the process group goes
@@ -127,10 +139,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         scored = self._replay(index) if self.engine is None else self._sample(index)
         samples = {rollout.index: scored.sample(rollout) for rollout in scored.rollouts}
         self.residency.to(Stage.TRAINING)
-        steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
-        self._verify_engine(scored, steps)
-        self.learner.add_logprobs(steps, scored)
-        self.window.add_values(self.learner.add_advantages(steps, scored))
+        with self._watched(f'Preparation of generation {index}', args.steps_per_generation * args.step_timeout):
+            steps = self.batches.build(scored.rollouts, samples, args.steps_per_generation)
+            self.last_done = 'batches'
+            self._verify_engine(scored, steps)
+            self.learner.add_logprobs(steps, scored)
+            self.last_done = 'log-probabilities'
+            self.window.add_values(self.learner.add_advantages(steps, scored, update=self._updates_before(index)))
         self.window.add_values({**completion_metrics(scored.rollouts), **scored.metrics})
         self.window.add_values({f'profiling/Time taken: {name}': seconds for name, seconds in scored.seconds.items()})
         self._write_completions(index, scored, steps)
@@ -163,11 +178,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         """One optimizer step: gradients of the whole step, clipped update, learning rate."""
         self.residency.to(Stage.TRAINING)
+        with self._watched(f'Optimizer step {self.state.iteration + 1}', self.args.step_timeout):
+            return self._train_step(step)
+
+    def _train_step(self, step: StepBatch) -> tuple[Sums, float | None, bool]:
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self.learner.gradients(step, update=self.state.iteration, on_policy=self.progress.updates_in_generation == 0)
+        update = self.state.iteration
+        share = self.experts.share(update) if self.experts is not None else 0.0
+        sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share,
+                                      experts=self.experts.batch(update) if share > 0.0 else None)
+        if self.experts is not None:
+            self.window.add_values({'chord/mu': share})
+        self.last_done = 'gradients'
         updated, grad_norm, _ = self.optimizer.step()
+        self.last_done = 'optimizer'
         if updated:
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
         elif self.gate.norm_of_refused is not None:
@@ -219,6 +245,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             progress.generation += 1
             progress.updates_in_generation = 0
 
+    def _updates_before(self, generation: int) -> int:
+        return generation * self.args.steps_per_generation * self.args.num_iterations
+
+    @property
+    def _next_to_sample(self) -> int:
+        return self.progress.generation + (1 if self.progress.updates_in_generation > 0 else 0)
+
     def evaluate(self, val_dataset: Any) -> dict[str, float]:
         """Samples and scores the validation prompts with the current weights; changes no training state."""
         args = self.args
@@ -257,6 +290,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         optimizer, scheduler = super().get_optimizer_and_scheduler()
         args = self.args
         self.gate = FiniteGate(optimizer)
+        checkpoint.let_sgd_be_loaded(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
                 optimizer,
@@ -285,7 +319,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not prefix:
             logs = {'n_steps': logs['n_steps'], **self.window.flush(), **{k: v for k, v in logs.items() if k != 'n_steps'}}
             logs['skipped_updates'] = self.progress.skipped_updates
-            logs['epoch'] = round(self.prompts.epoch_of(self.progress.generation), 6)
+            epoch = self.prompts.epoch_of(self.progress.generation)
+            logs |= {} if epoch is None else {'epoch': round(epoch, 6)}
         super().on_log(logs, prefix)
 
     def save_checkpoint(self) -> None:
@@ -293,6 +328,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return
         if self.engine is not None:
             self.ahead.drain()
+        if isinstance(self.prompts, StreamingPromptSource):
+            self.progress.stream_position = self.prompts.start_of(self._next_to_sample)
         self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
         checkpoint.save(self, self.progress)
 
@@ -305,11 +342,24 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.residency.to(Stage.TRAINING)
         self.ahead.abandon()
         self.finalize_training()
-        folder = os.path.join(self.args.output_dir, f'checkpoint-{state.iteration}')
-        if state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
+        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{self._keep()}.')
+
+    def _keep(self) -> str:
+        """A checkpoint of now, where there is none yet, and how a message goes on about it. All ranks, collective; after the training."""
+        folder = os.path.join(self.args.output_dir, f'checkpoint-{self.state.iteration}')
+        if self.state.iteration > 0 and self.args.save_strategy != 'no' and not os.path.exists(folder):
             self.save_checkpoint()
-        kept = f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
-        return RunError(f'{error} The run stops after {state.iteration} optimizer steps{kept}.')
+        return f'; {folder} holds them, go on with --resume_from_checkpoint' if os.path.exists(folder) else ''
+
+    def _on_any_rank(self, here: bool) -> bool:
+        return bool(max_over([here], dist.group.WORLD, self.device)[0])
+
+    def _watched(self, phase: str, seconds: float) -> AbstractContextManager[None]:
+        """A deadline around collective work: a rank that hangs, or a collective that never ends, ends in a named error and not in silence."""
+        self.last_done = 'nothing'
+        begun = self.policy.counters.forwards
+        return deadline(phase, seconds, rank=self.topology.rank, detail=lambda: (
+            f'last done: {self.last_done}; {self.policy.counters.forwards - begun} forward passes of micro-batches were begun'))
 
     # -- small things ------------------------------------------------------------------------------------------------------------------------
 
@@ -329,7 +379,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         fresh = Progress(num_prompts_per_generation=args.num_prompts_per_generation, seed=args.seed)
         if args.resume_from_checkpoint is None or args.resume_only_model:
             return fresh
-        return checkpoint.read_progress(args.resume_from_checkpoint)
+        progress = checkpoint.read_progress(args.resume_from_checkpoint)
+        self.state.best_metric, self.state.best_global_step = progress.best_metric, progress.best_global_step
+        return progress
 
     def _resume_generation(self) -> Generation | None:
         """The generation that a checkpoint was written inside of; its optimizer steps go on where they stopped."""
@@ -342,13 +394,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         steps = self.batches.build(scored.rollouts, samples, self.args.steps_per_generation)
         for step, values in zip(steps, logprobs, strict=True):
             step.table.set_logprobs({name: step.own_tokens(value.to(self.device)) for name, value in values.items()})
-        self.learner.add_advantages(steps, scored)
+        self.learner.add_advantages(steps, scored, update=self._updates_before(self.progress.generation))
         return Generation(index=self.progress.generation, scored=scored, steps=steps)
 
     def _prompt_source(self, dataset: Any) -> PromptSource | StreamingPromptSource:
         args = self.args
         if args.streaming:
-            return StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream = StreamingPromptSource(dataset, args.num_prompts_per_generation)
+            stream.go_on(self._next_to_sample, self.progress.stream_position)
+            return stream
         return PromptSource(dataset, args.num_prompts_per_generation, shuffle=args.train_dataloader_shuffle, seed=args.data_seed)
 
     def _write_completions(self, index: int, scored: ScoredRollouts, steps: list[StepBatch]) -> None:

@@ -74,9 +74,7 @@ class TokenTable:
     old_logprobs_K: torch.Tensor | None = None  # float32; None: the training forward's own, detached
     ref_logprobs_K: torch.Tensor | None = None  # float32
     teacher_logprobs_K: torch.Tensor | None = None  # float32
-    keep_K: torch.Tensor | None = None  # bool; False: no policy loss for this token (entropy quantile)
-    coefficient_K: torch.Tensor | None = None  # float32; gradient of a loss that couples sequences (REAL), see step/coupled.py
-    coupled_loss: torch.Tensor | None = None  # 0-dim float32; value of such a loss over the whole step
+    distillation_weights_K: torch.Tensor | None = None  # float32; with sdar_loss_coef: 1 / (unmasked tokens of the step)
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +107,7 @@ class MicroBatch:
     logit_positions_C: torch.Tensor  # int64
     token_index_C: torch.Tensor  # int64
     sequence_ids_C: torch.Tensor  # int64, 0 .. S-1, row of the micro-batch
+    temperature: float | None = None  # of its logits; None: the policy's
     # Router replay R3: experts that the engine chose, int16 [rows, positions of a row, layers, top-k]
     rollout_routes: torch.Tensor | None = None
     # Router replay R2: number of the model chunk -> experts of each of its routers, int16 [this rank's positions, top-k]
@@ -133,6 +132,8 @@ class LossInputs:
     keep_C: torch.Tensor | None = None  # bool
     coefficient_C: torch.Tensor | None = None
     coupled_loss: torch.Tensor | None = None  # 0-dim float32, of the whole step: the same on every micro-batch
+    teacher_logprobs_C: torch.Tensor | None = None  # with sdar_loss_coef
+    distillation_weights_C: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,6 +8,13 @@ import pytest
 from tests.rank_pool import RankPool
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts ranks is heavy; one layout of each kind, marked `quick`, stays in make test-quick."""
+    for item in items:
+        if 'ranks' in getattr(item, 'fixturenames', ()) and item.get_closest_marker('quick') is None:
+            item.add_marker(pytest.mark.heavy)
+
+
 @pytest.fixture(scope='session')
 def ranks() -> Iterator[RankPool]:
     """Up to four ranks with the CPU platform, started when a test first runs a case: `ranks.run(function, *args, world_size=2)`."""

@@ -2,6 +2,11 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +114,33 @@ def test_the_report_shows_answers_side_by_side_and_draws_a_png(tmp_path):
     assert rows[1].split() == ['What', 'is', '12', '+', '34?', '46', "'45'", "'46'"]
     path = report.draw_curve([0.2, 0.4, 0.6], tmp_path / 'reward.png', before=0.3, after=0.7)
     assert path.read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+def test_a_demo_that_is_ended_ends_its_training(tmp_path):
+    # stands in for the `swift` beside the interpreter: says its process id, and waits
+    (tmp_path / 'bin').mkdir()
+    swift = tmp_path / 'bin' / 'swift'
+    swift.write_text(f'#!{sys.executable}\nimport os, pathlib, time\npathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n')
+    swift.chmod(0o755)
+    program = textwrap.dedent(f"""
+        import signal, sys
+        from pathlib import Path
+        from examples.demo import train
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        sys.executable = {str(swift.with_name('python'))!r}
+        here = Path({str(tmp_path)!r})
+        train.run(train.Job(model=here, dataset=here, output=here / 'run', engine='vllm', seed=0), say=print)
+    """)
+    demo = subprocess.Popen([sys.executable, '-c', program], cwd=REPOSITORY)
+    wait_for(lambda: (tmp_path / 'pid').exists() and (tmp_path / 'pid').read_text())
+    demo.terminate()
+    assert demo.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / 'pid').read_text()), 0)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -25,6 +25,7 @@ TIERS = {
     'parallel_attributes.py': 1,
     'engines/__init__.py': 1,
     'engines/base.py': 1,
+    'engines/encoding.py': 1,
     'step/__init__.py': 0,
     'step/loss_config.py': 0,
     'step/packing.py': 0,

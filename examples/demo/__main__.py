@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ PASSES = 5
 
 def main() -> int:
     options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the training it has started is ended with it
     torch.set_num_threads(1)  # tensors are tiny: a second thread mostly waits for the first
     logging.disable_progress_bar()
     begun = time.perf_counter()

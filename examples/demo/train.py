@@ -41,6 +41,7 @@ def arguments(job: Job) -> list[str]:
         'model_type': 'qwen3',
         'template': 'chatml',
         'use_hf': 'true',
+        'check_model': 'false',
         'dataset': job.dataset,
         'external_plugins': 'plugins/arithmetic_reward.py',
         'reward_funcs': 'arithmetic_answer',
@@ -71,7 +72,7 @@ def arguments(job: Job) -> list[str]:
         'log_completions': 'true',
         'dataset_num_proc': 1,
         'dataloader_num_workers': 0,
-        'seed': 42 + job.seed,  # Megatron's random state wants a positive one
+        'seed': 42 + job.seed,
         'output_dir': job.output,
         'add_version': 'false',
     }
@@ -110,11 +111,10 @@ def run(job: Job, *, say: Callable[[str], None]) -> float:
                 time.sleep(1.0)
                 shown = _show_progress(job.output / 'logging.jsonl', shown, begun, say)
                 if time.perf_counter() - begun > DEADLINE_S:
-                    process.terminate()
-                    process.wait(timeout=60)
                     raise RuntimeError(f'training was not done after {DEADLINE_S} s and was stopped; its output is in {log}')
-        except BaseException:
+        except BaseException:  # Ctrl-C and SIGTERM too: no worker is left behind
             process.terminate()
+            process.wait(timeout=60)
             raise
     seconds = time.perf_counter() - begun
     if process.returncode:

@@ -172,6 +172,8 @@ def world_size_of(environ: Mapping[str, str]) -> tuple[int, str]:
 
     def number(key: str) -> int:
         text = environ[key]
+        if not text:
+            raise UserError(f'{key} is set and empty in the environment; it is a number of processes or machines, 1 or more.')
         if not re.fullmatch(r'\d+', text) or int(text) < 1:
             raise UserError(f'{key} is {text!r} in the environment; it is a number of processes or machines, 1 or more.')
         return int(text)

@@ -59,8 +59,9 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
 
     ``given`` holds the arguments that the user gave, by name, out of: per_device_train_batch_size, micro_batch_size,
     gradient_accumulation_steps, global_batch_size, steps_per_generation, generation_batch_size, num_generations, num_iterations,
-    batch_check, keep_global_batch. ``ulysses`` is sequence_parallel_size of `swift rlhf`: there each rank of a sequence group loads its
-    own rows, so that a generation lasts ulysses times as many micro-steps.
+    batch_check, keep_global_batch. ``ulysses`` is sequence_parallel_size of `swift rlhf`: there the ranks of a sequence group share a
+    micro-batch, and the trainer multiplies its gradient accumulation by their number, so that an optimizer step and a generation hold as
+    many completions as without it (swift.rlhf_trainers.grpo_trainer). The same is done here.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -81,7 +82,7 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     accumulation = given.get('gradient_accumulation_steps', 1)
     num_generations = given.get('num_generations', 8)
     num_iterations = given.get('num_iterations', 1)
-    batch_check = given.get('batch_check', 'documented')
+    batch_check = _batch_check(given)
     numbers = {
         'micro_batch_size': micro,
         'gradient_accumulation_steps': accumulation,
@@ -96,15 +97,15 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
     if errors:
         return BatchResult(plan=None, errors=errors, warnings=[])
 
-    # with sequence_parallel_size the ranks of a sequence group share a micro-batch, in swift rlhf too
-    swift_global = micro * world_size * accumulation // ulysses
-    global_batch = _global_batch(given, micro, dp, accumulation, swift_global, errors, warnings)
+    swift_global = micro * world_size * accumulation
     in_micro_steps, beside = counts_micro_steps(given)
+    accumulation_here = accumulation * ulysses if in_micro_steps else accumulation
+    global_batch = _global_batch(given, micro, dp, accumulation_here, swift_global, errors, warnings)
     effective_accumulation = max(1, global_batch // (micro * dp))
-    steps = _steps(given, in_micro_steps, beside, accumulation, ulysses, global_batch, errors)
+    steps = _steps(given, in_micro_steps, beside, accumulation, global_batch, errors)
     swift_accumulation = accumulation if in_micro_steps else effective_accumulation
     generation = given['generation_batch_size'] if 'generation_batch_size' in given else global_batch * steps
-    notes = _notes(given, swift_global, global_batch, micro, dp, model_ranks, in_micro_steps, beside, steps, accumulation)
+    notes = _notes(given, swift_global, global_batch, micro, dp, model_ranks, in_micro_steps, beside, steps, ulysses)
     plan = BatchPlan(
         world_size=world_size,
         dp_size=dp,
@@ -120,12 +121,28 @@ def resolve_batch(given: Mapping[str, Any], *, world_size: int, tp: int, pp: int
         batch_check=batch_check,
         num_iterations=num_iterations,
         swift_global_batch_size=global_batch if 'global_batch_size' in given else swift_global,
-        swift_steps_per_generation=max(1, steps * swift_accumulation // ulysses),
+        swift_steps_per_generation=max(1, steps * swift_accumulation),
         notes=notes,
     )
+    warnings += notes
     if not errors:
         errors += check(plan)
+    if not errors and batch_check == 'exact' and given.get('batch_check', 'auto') == 'auto' and not meets_documented_condition(plan):
+        # for a reader of the report; a script of `swift rlhf` has nothing to mend here
+        plan.notes = [
+            *notes,
+            f'num_prompts_per_dp_group {plan.num_prompts_per_dp_group:g} is not a whole multiple of micro_batch_size {micro}, which the '
+            'documentation of Megatron GRPO asks for. The data path here does not need it; --batch_check documented enforces it.',
+        ]
     return BatchResult(plan=plan, errors=errors, warnings=warnings)
+
+
+def _batch_check(given: Mapping[str, Any]) -> str:
+    """auto: a batch in Megatron's names is held to Megatron's documentation, a batch in the names of `swift rlhf` to what it needs."""
+    asked = given.get('batch_check', 'auto')
+    if asked != 'auto':
+        return str(asked)
+    return 'documented' if 'micro_batch_size' in given or 'global_batch_size' in given else 'exact'
 
 
 def _global_batch(
@@ -166,7 +183,6 @@ def _steps(
     in_micro_steps: bool,
     beside: str,
     accumulation: int,
-    ulysses: int,
     global_batch: int,
     errors: list[str],
 ) -> int:
@@ -174,14 +190,13 @@ def _steps(
     steps: int | None = None
     asked = given.get('steps_per_generation')
     if asked is not None and in_micro_steps:
-        micro_steps = asked * ulysses
-        if micro_steps % accumulation:
+        if asked % accumulation:
             errors.append(
                 f'--steps_per_generation {asked} is not a multiple of gradient_accumulation_steps {accumulation}, and beside {beside} '
                 f'it counts micro-steps as in swift rlhf. The nearest valid values are {_near(asked, accumulation)}; or name '
-                'micro_batch_size and global_batch_size, and it counts optimizer steps.'
+                'micro_batch_size and global_batch_size, and it counts optimizer steps.' + _sampled_in_parts(asked, accumulation)
             )
-        steps = max(1, micro_steps // accumulation)
+        steps = max(1, asked // accumulation)
     elif asked is not None:
         steps = asked
     generation = given.get('generation_batch_size')
@@ -189,7 +204,7 @@ def _steps(
         if generation % global_batch:
             errors.append(
                 f'--generation_batch_size {generation} is not a multiple of global_batch_size {global_batch}. The nearest valid values '
-                f'are {_near(generation, global_batch)}.'
+                f'are {_near(generation, global_batch)}.' + _sampled_in_parts(generation, global_batch)
             )
         elif steps is not None and generation != global_batch * steps:
             errors.append(
@@ -198,9 +213,15 @@ def _steps(
             )
         steps = max(1, generation // global_batch)
     if steps is None:
-        # `swift rlhf` takes steps_per_generation = gradient_accumulation_steps: one optimizer step, or one a sequence-parallel rank
-        steps = ulysses if in_micro_steps else 1
+        steps = 1  # `swift rlhf` takes steps_per_generation = gradient_accumulation_steps
     return steps
+
+
+def _sampled_in_parts(size: int, step: int) -> str:
+    """What to know where `swift rlhf` samples several times for one optimizer step: the weights are the same each time."""
+    if size >= step or step % size:
+        return ''
+    return f' swift rlhf would sample {step // size} times for one optimizer step, from the same weights: {step} is the same training.'
 
 
 def _notes(
@@ -213,9 +234,14 @@ def _notes(
     in_micro_steps: bool,
     beside: str,
     steps: int,
-    accumulation: int,
+    ulysses: int,
 ) -> list[str]:
     notes = []
+    if ulysses > 1 and in_micro_steps and 'global_batch_size' not in given:
+        notes.append(
+            f'sequence_parallel_size {ulysses} multiplies gradient_accumulation_steps {given.get("gradient_accumulation_steps", 1)}, as in '
+            'swift rlhf: an optimizer step and a generation hold as many completions as without it.'
+        )
     if 'steps_per_generation' in given:
         unit = 'micro-steps, as in swift rlhf' if in_micro_steps else 'optimizer steps, as in megatron rlhf'
         notes.append(
@@ -223,34 +249,52 @@ def _notes(
             f'step{"s" if steps > 1 else ""} a generation.'
         )
     if model_ranks > 1 and 'global_batch_size' not in given and global_batch != swift_global:
+        wider = swift_global // (micro * dp * ulysses)
         notes.append(
             f'The documented formula gives global_batch_size {global_batch}; under data parallel alone the script had {swift_global}. '
-            f'To keep {swift_global}: --keep_global_batch true, or --gradient_accumulation_steps {swift_global // (micro * dp)}'
-            + (f' with --steps_per_generation {steps * swift_global // (micro * dp)}.' if 'steps_per_generation' in given else '.')
+            f'To keep {swift_global}: --keep_global_batch true, or --gradient_accumulation_steps {wider}'
+            + (f' with --steps_per_generation {steps * wider}.' if 'steps_per_generation' in given else '.')
         )
+        if 'generation_batch_size' in given and steps * global_batch == given['generation_batch_size'] != swift_global:
+            before = given['generation_batch_size'] / swift_global
+            notes.append(
+                f'generation_batch_size {given["generation_batch_size"]} is kept: it feeds {steps} optimizer steps, and {before:g} under data '
+                'parallel alone. --keep_global_batch true keeps both numbers.'
+            )
     return notes
+
+
+def meets_documented_condition(plan: BatchPlan) -> bool:
+    """num_prompts_per_dp_group is a whole multiple of micro_batch_size."""
+    return plan.global_batch_size % (plan.num_generations * plan.dp_size * plan.micro_batch_size) == 0
 
 
 def check(plan: BatchPlan) -> list[str]:
     """The verdict on a plan: an empty list, or one message that names the nearest valid values.
 
-    Both settings of batch_check need whole groups in a generation. ``documented`` also asks for the published condition:
-    num_prompts_per_dp_group is a whole multiple of micro_batch_size.
+    Both settings of batch_check need whole groups in a generation. ``documented`` also asks for the published condition.
     """
     size, group = plan.generation_batch_size, plan.num_generations
     if size % group:
         near = sorted((d for d in divisors(size) if d > 1), key=lambda d: abs(d - group))[:3]
+        whole = plan.swift_global_batch_size * plan.steps_per_generation
+        kept = (
+            f' Under data parallel alone the script had {whole}: --keep_global_batch true keeps it.'
+            if whole != size and whole % group == 0
+            else ''
+        )
         return [
             f'generation_batch_size {size} does not divide by num_generations {group}, so a generation would end inside a '
             f'group. The nearest '
             f'valid generation_batch_size is {_near(size, group)}'
             + (f', the nearest num_generations {" or ".join(str(d) for d in sorted(near))}.' if near else '.')
+            + kept
         ]
     if plan.batch_check == 'exact':
         return []
-    unit = plan.num_generations * plan.dp_size * plan.micro_batch_size
-    if plan.global_batch_size % unit == 0:
+    if meets_documented_condition(plan):
         return []
+    unit = plan.num_generations * plan.dp_size * plan.micro_batch_size
     shown = plan.num_prompts_per_dp_group
     ways = [f'global_batch_size {_near(plan.global_batch_size, unit)}']
     if isinstance(shown, int):

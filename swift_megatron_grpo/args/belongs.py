@@ -9,7 +9,8 @@ from .translation import Translation, show
 # (arguments, the one they belong to, its values that make them act; None: any value that is not empty)
 BELONGS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
     ('ref_model_sync_steps ref_model_mixup_alpha', 'sync_ref_model', None),
-    ('max_turns completion_length_limit_scope vllm_server_pass_dataset', 'multi_turn_scheduler', None),
+    ('max_turns completion_length_limit_scope', 'multi_turn_scheduler', None),
+    ('vllm_server_pass_dataset', 'vllm_mode', ('server',)),
     ('max_resample_times', 'dynamic_sample', None),
     ('reward_model_plugin reward_adapters reward_model_type reward_model_revision reward_template', 'reward_model', None),
     ('teacher_model_type offload_teacher_model', 'teacher_model', None),
@@ -23,6 +24,10 @@ BELONGS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
     ('tau_pos tau_neg', 'loss_type', ('sapo',)),
     ('real_tau', 'loss_type', ('real',)),
     ('fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold', 'loss_type', ('fipo',)),
+    ('rlsd_lambda rlsd_reweight_clip_range rlsd_lambda_warmup_steps rlsd_lambda_decay_steps rlsd_negative_only', 'advantage_reweight', None),
+    ('sdar_gate_beta', 'sdar_loss_coef', None),
+    ('chord_sft_per_device_train_batch_size chord_enable_phi_function chord_mu_warmup_steps chord_mu_decay_steps chord_mu_peak chord_mu_valley',
+     'chord_sft_dataset', None),
     ('max_staleness allow_uncorrected_async', 'async_generate', None),
     ('vllm_server_host vllm_server_base_url vllm_server_port vllm_server_timeout vllm_server_group_port server_timeout', 'vllm_mode',
      ('server',)),
@@ -60,8 +65,15 @@ def alone(t: Translation) -> list[str]:
         acts = any(item in acting for item in has) if acting is not None else bool(value)
         if acts:
             continue
-        given = [name for name in names.split() if name in t.given and t.given[name].value != all_fields()[name].default]
+        given = [
+            name
+            for name in names.split()
+            if name in t.given and t.given[name].value != all_fields()[name].default and not any(f'--{name}' in error for error in t.errors)
+        ]
         if given:
+            elsewhere = (
+                ' The rollout server has its own.' if parent == 'multi_turn_scheduler' and t.effective('vllm_mode') == 'server' else ''
+            )
             wanted = f'--{parent} {show(acting[0])}' if acting is not None else f'--{parent}'
-            warnings.append(f'{", ".join("--" + name for name in given)} acts with {wanted} only, and has no effect here.')
+            warnings.append(f'{", ".join("--" + name for name in given)} acts with {wanted} only, and has no effect here.{elsewhere}')
     return warnings

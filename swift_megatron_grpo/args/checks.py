@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ RANGES = (
     ('rollout_timeout', 0.0, None, False),
     ('sync_timeout', 0.0, None, False),
     ('reward_timeout', 0.0, None, False),
+    ('step_timeout', 0.0, None, False),
     ('server_timeout', 0.0, None, False),
     ('dual_clip', 1.0, None, False),
     ('kl_cov_ratio', 0.0, 1.0, True),
@@ -69,7 +71,18 @@ RANGES = (
 
 def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
-    for check in (required, schedule_names, ranges, engine, rewards_and_losses, tuner, layout_flags, newer_megatron, paths):
+    for check in (
+        required,
+        schedule_names,
+        ranges,
+        engine,
+        rewards_and_losses,
+        tuner,
+        best_checkpoint,
+        layout_flags,
+        newer_megatron,
+        paths,
+    ):
         check(t)
     if config is not None:
         against_model(t, config)
@@ -176,6 +189,8 @@ def rewards_and_losses(t: Translation) -> None:
     if t.effective('teacher_model') and t.effective('teacher_model_server'):
         t.errors.append('--teacher_model and --teacher_model_server are both given; one of them is the teacher.')
     _teacher_limits(t, bool(teacher), functions)
+    _self_distillation(t, functions)
+    _experts(t)
     if t.effective('kl_cov_ratio') and t.effective('clip_cov_ratio'):
         t.errors.append('--kl_cov_ratio and --clip_cov_ratio are both given; they are two answers to one question, choose one.')
     if t.effective('clip_cov_low') > t.effective('clip_cov_high'):
@@ -200,9 +215,52 @@ def _teacher_limits(t: Translation, teacher: bool, functions: list[str]) -> None
                 t.errors.append(f'--{name} {value} needs --reward_funcs: with a teacher alone there are no rewards to compare.')
 
 
+def _self_distillation(t: Translation, functions: list[str]) -> None:
+    """RLSD and SDAR read a teacher token by token (swift.arguments.rlhf_args)."""
+    asked = [name for name in ('advantage_reweight', 'sdar_loss_coef') if t.effective(name)]
+    if len(asked) == 2:
+        t.errors.append('--advantage_reweight and --sdar_loss_coef are two uses of one teacher; choose one.')
+    for name in asked:
+        if t.effective('teacher_model_server'):
+            t.errors.append(f'--{name} {t.effective(name)} does not go with --teacher_model_server: whether a server cuts the answer into the same '
+                            'tokens is not known. Use --teacher_model, or rows with a column teacher_prompt alone.')
+    if t.effective('advantage_reweight'):
+        if not functions:
+            t.errors.append('--advantage_reweight rlsd needs --reward_funcs: it scales an advantage, and a teacher alone gives none.')
+        for name, low, high in (('rlsd_lambda', 0.0, 1.0), ('rlsd_reweight_clip_range', 0.0, None)):
+            if t.effective(name) < low or (high is not None and t.effective(name) > high):
+                t.errors.append(f'--{name} is {t.effective(name):g}; it is {"from 0 to 1" if high else "0 or more"}.')
+        if t.effective('loss_type') in ('real', 'fipo') or t.effective('off_policy_sequence_mask_delta') is not None:
+            t.errors.append('--advantage_reweight rlsd gives one advantage a token; loss_type real, fipo and off_policy_sequence_mask_delta need one '
+                            'a sequence.')
+    if t.effective('sdar_loss_coef') and t.effective('sdar_gate_beta') <= 0:
+        t.errors.append(f'--sdar_gate_beta is {t.effective("sdar_gate_beta"):g}; it is above 0.')
+
+
+def _experts(t: Translation) -> None:
+    if not t.effective('chord_sft_dataset'):
+        return
+    for name, low, high in (('sft_per_device_train_batch_size', 1, None), ('mu_warmup_steps', 0, None), ('mu_decay_steps', 0, None),
+                            ('mu_peak', 0, 1), ('mu_valley', 0, 1)):
+        value = t.effective(f'chord_{name}')
+        allowed = f'from {low} to {high}' if high is not None else f'{low} or more'
+        if value is None:
+            t.errors.append(f'--chord_sft_dataset needs --chord_{name} ({allowed}).')
+        elif value < low or (high is not None and value > high):
+            t.errors.append(f'--chord_{name} is {value:g}; it is {allowed}.')
+    if t.effective('router_replay_mode') not in (None, 'disabled'):
+        t.errors.append(f'--chord_sft_dataset does not go with --router_replay_mode {t.effective("router_replay_mode")}: no rollout has routed the '
+                        'expert answers. Leave one of them out.')
+
+
 def tuner(t: Translation) -> None:
     kind = t.effective('tuner_type')
-    if kind != 'full' and t.effective('ref_model'):
+    if kind != 'full' and t.effective('ref_model') and t.effective('beta') == 0.0:
+        t.warnings.append(
+            f'--ref_model {t.effective("ref_model")} has no effect with --beta 0: there is no reference, in swift rlhf neither.'
+        )
+        t.values['ref_model'] = None
+    elif kind != 'full' and t.effective('ref_model'):
         t.errors.append(
             f'--ref_model is given with --tuner_type {kind}: the reference of an adapter is the model without it, in swift rlhf too. Leave '
             '--ref_model out, or give --ref_adapters.'
@@ -212,6 +270,18 @@ def tuner(t: Translation) -> None:
             '--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with '
             '--tuner_type lora.'
         )
+    for name in ('ref_adapters', 'mcore_adapter', 'mcore_ref_adapter'):
+        if kind == 'full' and t.effective(name):
+            t.errors.append(
+                f'--tuner_type full is given with --{name}, and ms-swift would train LoRA then. Merge the adapter first (swift export '
+                '--merge_lora true) and give the folder as --model or --ref_model, or train with --tuner_type lora.'
+            )
+    if kind == 'lora_llm' and t.asked('merge_lora') is False:
+        t.errors.append('--tuner_type lora_llm needs --merge_lora true: its checkpoints are whole models.')
+    if t.effective('optimizer') not in ('muon', 'dist_muon'):
+        for name in ('muon_lr', 'muon_min_lr'):
+            if t.asked(name) is not None:
+                t.errors.append(f'--{name} {t.asked(name):g} belongs to --optimizer muon or dist_muon.')
     if len(t.effective('adapters') or []) > 1:
         t.errors.append(f'--adapters has {len(t.effective("adapters"))} entries; one adapter can be trained on.')
     if kind == 'lora_llm' and not t.effective('no_save_optim'):
@@ -221,8 +291,28 @@ def tuner(t: Translation) -> None:
             '--freeze_parameters_ratio counts layers of the whole model and does not go with --pipeline_model_parallel_size '
             f'{t.effective("pipeline_model_parallel_size")}. Use --freeze_parameters.'
         )
-    if t.effective('async_save') and t.effective('save_total_limit') is not None:
-        t.errors.append('--async_save true does not go with --save_total_limit: an older checkpoint may still be in use.')
+
+
+def best_checkpoint(t: Translation) -> None:
+    """load_best_model_at_end: each checkpoint must have an evaluation (transformers.TrainingArguments)."""
+    if not t.effective('load_best_model_at_end'):
+        return
+    save, evaluate = t.effective('save_strategy'), t.effective('eval_strategy')
+    if evaluate == 'no':
+        t.errors.append(
+            '--load_best_model_at_end true chooses by evaluations, and nothing is evaluated: give --val_dataset or --split_dataset_ratio, '
+            f'and --eval_strategy {save}.'
+        )
+    elif save != evaluate:
+        t.errors.append(
+            f'--load_best_model_at_end true needs the same --save_strategy ({save}) and --eval_strategy ({evaluate}), as in swift rlhf: '
+            'a checkpoint is judged by the evaluation of its step.'
+        )
+    elif save == 'steps' and t.effective('eval_steps') and t.effective('save_steps') % t.effective('eval_steps'):
+        t.errors.append(
+            f'--load_best_model_at_end true needs --save_steps ({t.effective("save_steps")}) to be a multiple of --eval_steps '
+            f'({t.effective("eval_steps")}), as in swift rlhf: a checkpoint is judged by the evaluation of its step.'
+        )
 
 
 def newer_megatron(t: Translation) -> None:
@@ -261,8 +351,20 @@ def layout_flags(t: Translation) -> None:
             '--replay_rollouts loads no engine, so there is nothing to evaluate with. Give --eval_strategy no, or leave the validation '
             'data out.'
         )
+    _optimizer(t)
     if t.effective('optimizer') == 'muon' and (t.effective('overlap_grad_reduce') or t.effective('overlap_param_gather')):
         t.errors.append('--optimizer muon does not go with --overlap_grad_reduce or --overlap_param_gather; use --optimizer dist_muon.')
+
+
+def _optimizer(t: Translation) -> None:
+    kind = t.effective('optimizer')
+    if kind == 'sgd':
+        if t.asked('use_distributed_optimizer'):
+            t.errors.append('--use_distributed_optimizer true goes with adam, and the optimizer is sgd. Leave it out, or use --optim adamw_torch.')
+        t.default('use_distributed_optimizer', False, "Megatron's distributed optimizer takes adam only")
+    if kind in ('muon', 'dist_muon') and importlib.util.find_spec('emerging_optimizers') is None:
+        missing = f'--optimizer {kind} needs the package emerging-optimizers (module emerging_optimizers), which is not installed here.'
+        (t.warnings if t.asked('dry_run') not in (None, 'false') else t.errors).append(missing)
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:

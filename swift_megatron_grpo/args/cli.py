@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = commands.add_parser(
         'plan',
         help='show what a script or YAML file becomes with --backend megatron; nothing is executed',
-        epilog='Any other argument is added to the command: --tensor_model_parallel_size 4.',
+        epilog='Any other argument is added to the command, and to what --write writes: --tensor_model_parallel_size 4.',
         allow_abbrev=False,
     )
     plan.add_argument('file', help='FILE.sh, FILE.yaml, FILE.json, or - for standard input')
-    plan.add_argument('--write', metavar='OUT', help='write the file with --backend megatron and no other change')
+    plan.add_argument('--write', metavar='OUT', help='write the file with --backend megatron, the added arguments, and no other change')
     plan.add_argument('--json', action='store_true', help='print one JSON object a command')
     plan.add_argument('--world_size', '--world-size', type=int, help='number of processes, where the script does not say it')
     commands.add_parser('doctor', help='what is installed, what is missing, and how to get it')
@@ -80,6 +80,7 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
             f'{options.file} starts no `swift rlhf` (or `megatron rlhf`) command.'
             + (f' It starts: {script.servers[0]}.' if script.servers else '')
         )
+    written = list(more)
     if options.world_size is not None:
         more = [*more, '--world_size', str(options.world_size)]
     plans: list[tuple[scripts.Found, Plan]] = []
@@ -96,7 +97,7 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
             plans.append((item, resolve(argv, item.environment, elsewhere=True)))
     _print(options, script, plans)
     if options.write:
-        text = scripts.write_yaml(script, options.file) if is_yaml else scripts.write_script(script)
+        text = scripts.write_yaml(script, options.file, written) if is_yaml else scripts.write_script(script, written)
         with open(options.write, 'w', encoding='utf-8') as file:
             file.write(text)
         if not is_yaml and options.file != '-':
@@ -116,7 +117,7 @@ def _read(name: str) -> tuple[scripts.Script, bool]:
         return scripts.read_yaml(name, os.environ), True
     try:
         with open(name, encoding='utf-8') as file:
-            return scripts.read_script(file.read(), os.environ), False
+            return scripts.read_script(file.read(), os.environ, name), False
     except OSError as error:
         raise UserError(f'{name} cannot be read: {error.strerror}.') from None
     except UnicodeDecodeError:

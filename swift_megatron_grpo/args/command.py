@@ -18,6 +18,9 @@ _NOT_UPSTREAM = {
     'reward_model': 'accepts it and reads it nowhere',
     'reward_model_plugin': 'accepts it and reads it nowhere',
     'sync_ref_model': 'refuses it',
+    'advantage_reweight': 'has no such argument',
+    'sdar_loss_coef': 'has no such argument',
+    'chord_sft_dataset': 'has no such argument',
     'async_generate': 'refuses it',
 }
 

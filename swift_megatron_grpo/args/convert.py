@@ -19,6 +19,7 @@ ATTENTION = {
     'sdpa': 'flash',
     'eager': 'unfused',
 }
+SEED_FOR_ZERO = 2**31 - 1
 TUNERS = ('lora', 'full', 'lora_llm')
 LOGGERS = ('tensorboard', 'wandb', 'swanlab')
 TRANSFORMERS_CALLBACKS = ('activation_cpu_offload', 'adalora', 'deepspeed_elastic', 'early_stop', 'graceful_exit', 'lisa', 'perf_log')
@@ -39,6 +40,17 @@ def rlhf_type(t: Translation, item: Given, field: Field) -> None:
 def backend(t: Translation, item: Given, field: Field) -> None:
     t.set('backend', 'megatron', item.name)
     t.row(item, 'kept')
+
+
+def seed(t: Translation, item: Given, field: Field) -> None:
+    if item.value < 0:
+        t.errors.append(f'--seed is {item.value}; it is 0 or more.')
+    elif item.value == 0:
+        # a small stand-in would repeat the run of that seed
+        t.set('seed', SEED_FOR_ZERO, item.name)
+        t.row(item, 'converted', value=SEED_FOR_ZERO, reason="Megatron's random state wants a seed above 0")
+    else:
+        t.keep(item, field)
 
 
 def max_steps(t: Translation, item: Given, field: Field) -> None:
@@ -360,6 +372,7 @@ def data_moves_on(t: Translation, item: Given, field: Field) -> None:
 CONVERTERS: dict[str, Callable[[Translation, Given, Field], None]] = {
     'rlhf_type': rlhf_type,
     'backend': backend,
+    'seed': seed,
     'max_steps': max_steps,
     'optim': optim,
     'optimizer': optimizer,

@@ -67,7 +67,8 @@ _BATCH = (
     'generation_batch_size / num_generations; num_train_prompts = global_batch_size / num_generations; num_prompts_per_dp_group = '
     'global_batch_size / num_generations / dp_size. Beside gradient_accumulation_steps or per_device_train_batch_size, '
     'steps_per_generation '
-    'counts micro-steps as in swift rlhf; beside micro_batch_size or global_batch_size it counts optimizer steps.'
+    'counts micro-steps as in swift rlhf; beside micro_batch_size or global_batch_size it counts optimizer steps. '
+    'sequence_parallel_size multiplies gradient_accumulation_steps, as in swift rlhf.'
 )
 
 

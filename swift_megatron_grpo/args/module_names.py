@@ -77,16 +77,10 @@ def module_names(t: Translation, item: Given, field: Field) -> None:
 
 def parameter_prefixes(t: Translation, item: Given, field: Field) -> None:
     """freeze_parameters, trainable_parameters: prefixes of parameter names."""
-    converted, stages = [], t.asked('pipeline_model_parallel_size') or 1
+    converted = []
     for name in item.value:
         for old, new in PREFIXES:
             if name.startswith(old):
-                if stages > 1 and re.match(r'decoder\.layers\.\d', new + name[len(old) :]):
-                    t.errors.append(
-                        f'--{item.name} {name} numbers layers of the whole model, and with pipeline_model_parallel_size '
-                        f'{stages} each stage numbers '
-                        'its own. Give --pipeline_model_parallel_size 1, or a name without a layer number.'
-                    )
                 name = new + name[len(old) :]
                 break
         converted.append(name)

@@ -11,7 +11,6 @@ from .fields import all_fields
 SHORT = {
     'tp': 'tensor_model_parallel_size',
     'tp_size': 'tensor_model_parallel_size',
-    'tensor_parallel_size': 'tensor_model_parallel_size',
     'tensor_parallel': 'tensor_model_parallel_size',
     'tensor_model_parallel': 'tensor_model_parallel_size',
     'pp': 'pipeline_model_parallel_size',
@@ -52,6 +51,10 @@ SHORT = {
     'clip_eps': 'epsilon',
     'reward_func': 'reward_funcs',
 }
+# Names that two arguments of today share.
+TWO_MEANINGS = {
+    'tensor_parallel_size': ('tensor_model_parallel_size', 'vllm_tensor_parallel_size'),  # of the trainer; of the engine, in ms-swift 3
+}
 # Names of ms-swift 2.x and 3.x, of its Megatron part, and of Megatron-LM itself.
 FORMER = {
     'train_type': 'tuner_type',
@@ -66,7 +69,6 @@ FORMER = {
     'ref_load': 'mcore_ref_model',
     'ref_adapter_load': 'mcore_ref_adapter',
     'save': 'output_dir',
-    'load_safetensors': 'model',
     'recompute_activations': 'recompute_granularity',
     'no_rope_fusion': 'apply_rope_fusion',
     'no_gradient_accumulation_fusion': 'gradient_accumulation_fusion',
@@ -91,7 +93,6 @@ FORMER = {
     'resume_checkpoint': 'resume_from_checkpoint',
     'vllm_device': 'vllm_mode',
     'vllm_server_mode': 'vllm_mode',
-    'num_infer_workers': 'vllm_tensor_parallel_size',
     'tensor_parallel_rollout': 'vllm_tensor_parallel_size',
     'tp_comm': 'tp_comm_overlap',
     'rlhf_beta': 'beta',
@@ -103,7 +104,6 @@ FORMER = {
     'lr_warmup_ratio': 'warmup_ratio',
     'lr_warmup_steps': 'lr_warmup_iters',
     'min_learning_rate': 'min_lr',
-    'gc_collect_after_offload': 'offload_model',
     'multi_turn_func': 'multi_turn_scheduler',
     'lmdeploy_device': 'vllm_mode',
     'tuner': 'tuner_type',
@@ -111,7 +111,16 @@ FORMER = {
     'moe_aux_loss_coef': 'moe_aux_loss_coeff',
     'gradient_clipping': 'max_grad_norm',
 }
+_RAY = 'It belongs to the Ray trainer of ms-swift, whose file has a group of arguments for each part; here all arguments stand at the top.'
 _GONE = {
+    'gc_collect_after_offload': 'Memory is given back after each offload by itself; leave it out.',
+    'load_safetensors': 'Safetensors are read by themselves; leave it out.',
+    'num_infer_workers': 'Colocated engines run in every process (--vllm_mode colocate), in groups of --vllm_tensor_parallel_size.',
+    'tree_rollout': 'A scheduler branches by itself: --multi_turn_scheduler NAME, registered by a file given to --external_plugins.',
+    'max_tree_deep': 'A scheduler branches by itself: --multi_turn_scheduler NAME, registered by a file given to --external_plugins.',
+    'colocate_groups': _RAY,
+    'train': _RAY,
+    'rollout': _RAY,
     'use_lmdeploy': 'LMDeploy is no engine of GRPO any more; use --use_vllm true.',
     'use_flash_attention': 'Write --attention_backend flash.',
 }
@@ -125,6 +134,8 @@ def suggestions(name: str) -> list[str]:
     """The real names nearest to ``name``, best first, at most three."""
     key = name.lower().replace('-', '_')
     table = all_fields()
+    if key in TWO_MEANINGS:
+        return list(TWO_MEANINGS[key])
     if key in SHORT:
         return [SHORT[key]]
     if key in FORMER:
@@ -139,7 +150,8 @@ def suggestions(name: str) -> list[str]:
 
 def unknown_message(name: str, words: Sequence[str] = ()) -> str:
     """The message for a name that no world knows: what was given, what it may have meant."""
-    shown = f'--{name}' + (f' {" ".join(words)}' if words else '')
+    text = ' '.join(words)
+    shown = f'--{name}' + (f' {text}' if 0 < len(text) <= 60 else '')
     key = name.lower().replace('-', '_')
     if key in ('help', 'h'):
         return '--help: `swift-megatron-grpo arguments [NAME]` explains each argument, and docs/arguments.md lists them all.'
@@ -151,6 +163,6 @@ def unknown_message(name: str, words: Sequence[str] = ()) -> str:
             f'{shown} is not an argument of swift rlhf, of megatron rlhf or of this package, and nothing is near it. '
             'docs/arguments.md lists all names.'
         )
-    kind = 'a former name' if key in FORMER else 'a short name' if key in SHORT else 'not an argument'
+    kind = 'a former name' if key in FORMER else 'a short name' if key in SHORT or key in TWO_MEANINGS else 'not an argument'
     hint = f' ({_HINT[key]})' if key in _HINT else ''
     return f'{shown} is {kind}; did you mean ' + ' or '.join(f'--{field}' for field in near) + f'{hint}? Nothing is guessed.'

@@ -57,9 +57,10 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField(
         'batch_check',
         'str',
-        'documented',
-        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs.',
-        ('documented', 'exact'),
+        'auto',
+        'documented: the published condition on prompts and micro_batch_size; exact: only what the data path needs; auto: documented for a '
+        "batch in Megatron's names (micro_batch_size, global_batch_size), exact for one in the names of `swift rlhf`.",
+        ('auto', 'documented', 'exact'),
     ),
     OwnField(
         'max_tokens_per_micro_batch', 'int', None, 'Token budget of a packed micro-batch; default micro_batch_size sequences of any length.'
@@ -83,6 +84,12 @@ OWN_FIELDS: tuple[OwnField, ...] = (
     OwnField('rollout_timeout', 'float', 3600.0, 'Deadline of one generation, seconds.'),
     OwnField('sync_timeout', 'float', 900.0, 'Deadline of one weight sync, seconds.'),
     OwnField('reward_timeout', 'float', 900.0, 'Deadline of all reward functions on one generation, seconds.'),
+    OwnField(
+        'step_timeout',
+        'float',
+        3600.0,
+        'Deadline of one optimizer step, seconds; the passes before the steps of a generation have as much for each of them.',
+    ),
     OwnField('server_timeout', 'float', 600.0, 'How long a rollout server may stay away before it is dropped, seconds.'),
     # losses
     OwnField(
@@ -116,15 +123,45 @@ OWN_FIELDS: tuple[OwnField, ...] = (
         overrides=True,
     ),
     OwnField('eval_strategy', 'str', None, 'no, steps, epoch; None: as save_strategy.', ('no', 'steps', 'epoch')),
-    OwnField('load_best_model_at_end', 'bool', False, 'Link the best checkpoint (metric_for_best_model) as the final one.'),
+    OwnField(
+        'load_best_model_at_end',
+        'bool',
+        False,
+        'true: at the end `last-checkpoint` and last_model_checkpoint refer to the checkpoint with the best metric_for_best_model.',
+    ),
     OwnField('resume_from_checkpoint', 'str', None, 'Checkpoint folder to go on from.'),
     OwnField('resume_only_model', 'bool', False, 'true: take the weights of resume_from_checkpoint and start everything else anew.'),
     # rollouts, rewards
+    OwnField(
+        'reward_batch',
+        'str',
+        'generation',
+        'What one call of a reward function sees: generation, all rollouts of the process, as in ms-swift; group, the rollouts of one prompt, as '
+        'soon as all of them are sampled (beside the generation, where several servers answer).',
+        ('generation', 'group'),
+    ),
     OwnField('min_p', 'float', 0.0, 'Smallest probability relative to the most likely token.'),
     OwnField('vllm_data_parallel_size', 'int', 1, 'Replicas inside one engine; a server has its own.'),
     OwnField('vllm_enable_expert_parallel', 'bool', False, 'Expert parallel inside the engine.'),
     OwnField('vllm_max_lora_rank', 'int', 16, 'Largest adapter rank the engine accepts (vllm_enable_lora).'),
     OwnField('vllm_disable_custom_all_reduce', 'bool', True, "Leave out vLLM's own all-reduce kernel."),
+    # a teacher in the data
+    OwnField('advantage_reweight', 'str', None, 'rlsd: a teacher scales the advantage of each token (arXiv 2604.03128).', ('rlsd',)),
+    OwnField('rlsd_lambda', 'float', 0.5, '0: the plain advantage; 1: the scaled one.'),
+    OwnField('rlsd_reweight_clip_range', 'float', 0.2, 'The scale lies in [1 - range, 1 + range].'),
+    OwnField('rlsd_lambda_warmup_steps', 'int', 0, 'Optimizer steps in which rlsd_lambda grows from 0.'),
+    OwnField('rlsd_lambda_decay_steps', 'int', 0, 'Optimizer steps after the warm-up in which rlsd_lambda falls to 0; 0: it stays.'),
+    OwnField('rlsd_negative_only', 'bool', False, 'Scale only where the advantage is negative.'),
+    OwnField('sdar_loss_coef', 'float', 0.0, 'Weight of a gated distillation term in the loss (arXiv 2605.15155); 0: none.'),
+    OwnField('sdar_gate_beta', 'float', 5.0, 'Sharpness of its gate.'),
+    # expert answers beside the rollouts
+    OwnField('chord_sft_dataset', 'list[str]', [], 'Expert answers that are trained on in the same step (CHORD, arXiv 2508.11408).'),
+    OwnField('chord_sft_per_device_train_batch_size', 'int', None, 'Expert rows a device and micro-step: x dp_size x gradient_accumulation_steps a step.'),
+    OwnField('chord_enable_phi_function', 'bool', False, 'Weigh each expert token by p (1 - p).'),
+    OwnField('chord_mu_warmup_steps', 'int', None, 'Optimizer steps in which the share mu of the experts grows from 0 to its peak.'),
+    OwnField('chord_mu_decay_steps', 'int', None, 'Optimizer steps after that in which mu falls to its valley (cosine).'),
+    OwnField('chord_mu_peak', 'float', None, 'Largest mu, from 0 to 1.'),
+    OwnField('chord_mu_valley', 'float', None, 'Last mu, from 0 to 1.'),
     OwnField('reward_adapters', 'list[str]', [], 'Adapters of the reward models.'),
     OwnField('reward_model_type', 'list[str]', None, 'model_type of each reward model.'),
     OwnField('reward_model_revision', 'list[str]', None, 'Revision of each reward model.'),

@@ -14,14 +14,6 @@ from typing import Any
 from .translation import Translation
 
 
-# Own arguments that the worker accepts and no code reads yet; a test fails for a row whose code has arrived.
-UNREAD: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ('load_best_model_at_end', (False,), 'choose the checkpoint by the metrics in logging.jsonl'),
-    ('vllm_disable_custom_all_reduce', (True,), 'leave it out'),
-    ('completion_length_limit_scope', ('per_round',), 'max_completion_length bounds each round'),
-)
-
-
 @functools.cache
 def not_yet() -> tuple[tuple[str, tuple[Any, ...], str], ...]:
     """(name, values that ask for nothing, what to do instead) for each unfinished argument; empty where all are finished."""
@@ -36,7 +28,7 @@ def not_yet() -> tuple[tuple[str, tuple[Any, ...], str], ...]:
 def unfinished(t: Translation) -> list[str]:
     """One message for each argument that asks for an unfinished part."""
     messages = []
-    for name, harmless, instead in (*not_yet(), *UNREAD):
+    for name, harmless, instead in not_yet():
         value = t.effective(name)
         if value not in harmless:
             messages.append(message(name, value, instead))

@@ -40,7 +40,7 @@ def render_text(plan: Plan) -> str:
     lines: list[str] = []
     _arguments(lines, plan)
     if plan.batch_plan is not None:
-        _batch(lines, plan.batch_plan)
+        _batch(lines, plan.batch_plan, plan.warnings)
     if plan.layout is not None:
         _layout(lines, plan.layout)
     if plan.schedule is not None:
@@ -91,7 +91,7 @@ def _arguments(lines: list[str], plan: Plan) -> None:
             lines.append(f'  {source}{row.name} = {_show(row.value)}' + (f'   ({row.reason})' if row.reason else ''))
 
 
-def _batch(lines: list[str], b: BatchPlan) -> None:
+def _batch(lines: list[str], b: BatchPlan, warnings: list[str]) -> None:
     _title(lines, 'Batch plan (sizes count completions)')
     model_ranks = b.world_size // b.dp_size
     rows = (
@@ -132,6 +132,7 @@ def _batch(lines: list[str], b: BatchPlan) -> None:
             else ' (whole groups in a generation)'
         )
     )
+    lines += [f'  {note}' for note in b.notes if note not in warnings]
     if b.swift_global_batch_size != b.global_batch_size:
         lines.append(f'  under data parallel alone the script would have global_batch_size {b.swift_global_batch_size}')
 

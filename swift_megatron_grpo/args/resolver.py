@@ -72,12 +72,14 @@ def is_dry_run(t: Translation) -> bool:
 
 
 def _world_size(t: Translation, environ: Mapping[str, str]) -> int:
+    asked = t.asked('world_size')
     try:
         size, source = argv_module.world_size_of(environ)
     except UserError as error:
-        t.errors.append(str(error))
+        if asked is not None and is_dry_run(t):
+            return max(1, asked)
+        t.errors.append(f'{error} For a dry run, give --world_size N.' if is_dry_run(t) else str(error))
         return 1
-    asked = t.asked('world_size')
     if asked is not None:
         if asked < 1:
             t.errors.append(f'--world_size is {asked}; it is 1 or more.')
@@ -89,9 +91,21 @@ def _world_size(t: Translation, environ: Mapping[str, str]) -> int:
         elif source and asked != size:
             t.warnings.append(f'--world_size {asked} is planned with; {source} says {size}.')
         return max(1, asked)
-    if not source and is_dry_run(t):
-        t.warnings.append('NPROC_PER_NODE is not set: one process is planned. Set it, or give --world_size N to a dry run.')
+    if not source:
+        _one_process(t, environ)
     return size
+
+
+def _one_process(t: Translation, environ: Mapping[str, str]) -> None:
+    """No variable says how many processes there are: one is started, which a script with one visible device means."""
+    devices = [entry for entry in environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if entry.strip()]
+    if len(devices) > 1:
+        t.warnings.append(
+            f'CUDA_VISIBLE_DEVICES names {len(devices)} devices, and NPROC_PER_NODE is not set: one process is started, on the first device '
+            f'(swift rlhf would spread the layers of the model over them). Set NPROC_PER_NODE={len(devices)} to use them.'
+        )
+    elif not devices and is_dry_run(t):
+        t.warnings.append('NPROC_PER_NODE is not set: one process is planned. Set it, or give --world_size N to a dry run.')
 
 
 def _batch(t: Translation, world_size: int) -> BatchPlan | None:
@@ -112,7 +126,6 @@ def _batch(t: Translation, world_size: int) -> BatchPlan | None:
     plan = result.plan
     if plan is None:
         return None
-    t.warnings += plan.notes
     for name, value in (
         ('micro_batch_size', plan.micro_batch_size),
         ('global_batch_size', plan.global_batch_size),

@@ -112,7 +112,7 @@ def resolve_schedule(
     if prompts is not None:
         generations_per_epoch = prompts // per_generation
         steps_per_epoch = generations_per_epoch * steps_per_generation
-        if generations_per_epoch == 0:
+        if generations_per_epoch == 0 and values['dataset']:
             smaller = f', or a generation_batch_size of at most {prompts * batch.num_generations}' if prompts else ''
             errors.append(
                 f'The data has {prompts} prompts, and one generation takes {per_generation} (generation_batch_size '

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import UserError
 from .argv import config_argv, parse_config, split
@@ -24,13 +26,17 @@ MEGATRON_DEFAULTS = (
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Found:
-    """One training command. ``argv`` is what follows `swift rlhf`; ``insert_at`` is the offset behind which --backend belongs."""
+    """One training command. ``argv`` is what follows `swift rlhf`.
+
+    ``insert_at`` is the offset behind which --backend belongs, ``end_at`` the one behind its last word.
+    """
 
     argv: list[str]
     environment: dict[str, str]
     folder: str
     line: int
     insert_at: int
+    end_at: int
     program_span: tuple[int, int] | None  # the words `megatron` of a `megatron rlhf` command
     has_backend: bool
     extra: list[str]  # arguments that keep the meaning of a `megatron rlhf` command
@@ -46,9 +52,9 @@ class Script:
     notes: list[str]
 
 
-def read_script(text: str, environ: Mapping[str, str]) -> Script:
-    """All training commands of a shell script. Nothing is executed."""
-    reader = ScriptReader(text, environ)
+def read_script(text: str, environ: Mapping[str, str], name: str = '') -> Script:
+    """All training commands of a shell script, which lies at ``name`` where that is known. Nothing is executed."""
+    reader = ScriptReader(text, environ, name)
     script = Script(text=text, found=[], servers=[], notes=[])
     for command in reader.read():
         words = command.words
@@ -100,17 +106,31 @@ def _found(text: str, command: Command, start: int, rest: list[str], spans: list
     config_first = bool(rest) and rest[0].lower().endswith(('.yaml', '.yml', '.json')) and not rest[0].startswith('-')
     names = {name.replace('-', '_') for name, _ in split(rest)[0]}
     megatron = bool(before) and os.path.basename(before[-1]) == 'megatron'
-    extra = [word for name, value in MEGATRON_DEFAULTS if name not in names for word in (f'--{name}', value)] if megatron else []
+    extra = [word for name, value in _meant_by_megatron(rest) if name not in names for word in (f'--{name}', value)] if megatron else []
     return Found(
         argv=rest,
         environment=environment,
         folder=command.folder,
         line=text.count('\n', 0, command.spans[start][0]) + 1,
         insert_at=spans[0][1] if config_first else command.spans[start][1],
+        end_at=command.spans[-1][1],
         program_span=command.spans[start - 1] if megatron else None,
         has_backend='backend' in names,
         extra=extra,
     )
+
+
+def _meant_by_megatron(argv: list[str]) -> list[tuple[str, str]]:
+    """What this `megatron rlhf` command means by saying nothing: defaults that differ, and those that depend on what it says."""
+    given = {name.replace('-', '_'): words for name, words in split(argv)[0]}
+    meant = list(MEGATRON_DEFAULTS)
+    if given.get('multi_turn_scheduler'):
+        meant.append(('loss_scale', 'last_round'))
+    meant += [(f'{logger}_project', 'megatron-swift') for logger in ('wandb', 'swanlab') if logger in given.get('report_to', [])]
+    model = next((words[0] for name in ('model', 'mcore_model') if (words := given.get(name))), '')
+    if os.path.basename(model.rstrip('/')).strip('.'):
+        meant.append(('output_dir', f'megatron_output/{os.path.basename(model.rstrip("/"))}'))
+    return meant
 
 
 def _launcher(words: list[str]) -> dict[str, str]:
@@ -133,18 +153,24 @@ def _launcher(words: list[str]) -> dict[str, str]:
     return result
 
 
-def write_script(script: Script) -> str:
-    """The script with ` --backend megatron` behind each `swift rlhf`, and nothing else changed (`megatron rlhf` becomes `swift rlhf`)."""
-    changes: list[tuple[int, int, str]] = []
+def write_script(script: Script, more: Sequence[str] = ()) -> str:
+    """The script with ` --backend megatron` behind each `swift rlhf` and ``more`` at the end of the command, where it wins over what stands
+    before it; nothing else is changed (`megatron rlhf` becomes `swift rlhf`)."""
+    changes: set[tuple[int, int, str]] = set()  # a function that is called twice stands in the file once
     for item in script.found:
         words = [] if item.has_backend else ['--backend', 'megatron']
         words += item.extra
         if words:
-            changes.append((item.insert_at, item.insert_at, ' ' + ' '.join(words)))
+            changes.add((item.insert_at, item.insert_at, ' ' + ' '.join(words)))
+        if more:
+            changes.add(
+                (max(item.end_at, item.insert_at), max(item.end_at, item.insert_at), ''.join(' ' + shlex.quote(word) for word in more))
+            )
         if item.program_span is not None:
-            changes.append((*item.program_span, 'swift'))
+            changes.add((*item.program_span, 'swift'))
     text = script.text
-    for start, end, new in sorted(changes, reverse=True):
+    # from the end; at one place --backend comes first
+    for start, end, new in sorted(changes, key=lambda change: (change[0], not change[2].startswith(' --backend')), reverse=True):
         text = text[:start] + new + text[end:]
     return text
 
@@ -170,6 +196,7 @@ def read_yaml_text(text: str, path: str, environ: Mapping[str, str]) -> Script:
         folder='',
         line=1,
         insert_at=0,
+        end_at=0,
         program_span=None,
         has_backend='backend' in config,
         extra=[],
@@ -177,14 +204,50 @@ def read_yaml_text(text: str, path: str, environ: Mapping[str, str]) -> Script:
     return Script(text=text, found=[found], servers=[], notes=[])
 
 
-def write_yaml(script: Script, path: str) -> str:
-    """The file with one key more: backend: megatron, beside rlhf_type where it stands."""
-    if script.found[0].has_backend:
+def write_yaml(script: Script, path: str, more: Sequence[str] = ()) -> str:
+    """The file with one key more, backend: megatron, beside rlhf_type where it stands, and those of ``more``; nothing else is changed.
+
+    Raises UserError where ``more`` names a key that the file has: it would stand there twice.
+    """
+    item = script.found[0]
+    here = {name for name, _ in split(item.argv)[0]}
+    added: dict[str, Any] = {} if item.has_backend else {'backend': 'megatron'}
+    for name, words in split(more)[0]:
+        if name.replace('-', '_') in here:
+            raise UserError(f'{path} has {name.replace("-", "_")} already; change it there, {" ".join(words)} is not written beside it.')
+        added[name.replace('-', '_')] = [_scalar(word) for word in words] if len(words) > 1 else _scalar(words[0]) if words else True
+    if not added:
         return script.text
-    if path.lower().endswith('.json'):
-        content = json.loads(script.text)
-        return json.dumps({'backend': 'megatron', **content}, ensure_ascii=False, indent=2) + '\n'
-    match = re.search(r'^rlhf_type\s*:.*$', script.text, flags=re.MULTILINE)
+    opening = re.match(r'(?:\s*(?:#.*|---)?\n)*\s*\{', script.text)
+    if opening is not None:  # JSON, or YAML in its manner
+        rest = script.text[opening.end() :]
+        blank = rest[: len(rest) - len(rest.lstrip())]
+        quote = '' if re.match(r'[\w-]+\s*:', rest.lstrip()) else '"'
+        return (
+            script.text[: opening.end()]
+            + ''.join(f'{blank}{quote}{name}{quote}: {_written(value, quote)},' for name, value in added.items())
+            + rest
+        )
+    match = re.search(r'^["\']?rlhf_type["\']?\s*:.*$', script.text, flags=re.MULTILINE)
+    lines = ''.join(f'\n{name}: {_written(value, "")}' for name, value in added.items())
     if match is None:
-        return script.text.rstrip('\n') + '\nbackend: megatron\n'
-    return script.text[: match.end()] + '\nbackend: megatron' + script.text[match.end() :]
+        return script.text.rstrip('\n') + lines + '\n'
+    end = match.end() - match.group().endswith('\r')
+    return script.text[:end] + (lines.replace('\n', '\r\n') if end < match.end() else lines) + script.text[end:]
+
+
+def _scalar(word: str) -> Any:
+    """A word of the command line as JSON would have it: numbers and truth values by themselves."""
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return word
+    return value if isinstance(value, (bool, int, float)) else word
+
+
+def _written(value: Any, quote: str) -> str:
+    plain = isinstance(value, str) and not quote and re.fullmatch(r'[A-Za-z][\w./-]*', value) and value.lower() not in _YAML_WORDS
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+_YAML_WORDS = ('true', 'false', 'yes', 'no', 'on', 'off', 'null', 'y', 'n')

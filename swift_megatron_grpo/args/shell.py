@@ -1,38 +1,32 @@
 """Reading a shell script without running it (import tier 0).
 
 Knows what training scripts use: comments, quotes, line continuations, assignments and `export`, environment prefixes, `$VAR`,
-`${VAR:-default}` and their relatives, arrays, arithmetic on numbers, redirections, here-documents, several commands in a file, the usual
-launchers. Loops and conditions are read once from top to bottom, functions where they are defined. A command substitution is never run;
-it stays as text and is reported.
+`${VAR:-default}` and their relatives, arrays, arithmetic, here-documents, conditions, loops, functions, several commands in a file, the
+usual launchers. A condition that the text alone decides is decided; where it depends on the machine, both branches are read and that is
+said. A command substitution is never run; a few that only rearrange text (basename, dirname, echo, seq, counting commas) are worked out.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import dataclasses
 import os
 import re
 from collections.abc import Mapping
 
-from .shell_values import evaluate, trim
+from .shell_assign import assign_word, assigned, assignment, declare
+from .shell_expand import Expander
+from .shell_printers import formatted, printed
+from .shell_tree import Node, Parser, Word
+from .shell_values import Arithmetic, Verdict, matches, test
 
-_OPERATORS = ('&&', '||', ';;', ';', '|', '&', '\n', '(', ')')
-_KEYWORDS = ('then', 'do', 'else', 'elif', 'if', 'while', 'until', '{', '}', '!', 'time', 'fi', 'done', 'esac')
-_ASSIGN = re.compile(r'^([A-Za-z_]\w*)(\+?)=')
 _DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Word:
-    """One word of a command. ``parts`` are (text, quoted, expands) pieces; ``start`` and ``end`` are offsets in the script."""
-
-    parts: list[tuple[str, bool, bool]]
-    start: int
-    end: int
-
-    @property
-    def raw(self) -> str:
-        return ''.join(text for text, _, _ in self.parts)
+_SILENT = ('shift', 'source', '.', 'trap', 'echo', 'set', 'printf', 'read', 'let', 'test', '[', ':', 'true', 'false', 'return', 'exit', 'break',
+           'continue', 'mapfile', 'readarray', 'shopt', 'ulimit', 'alias', 'wait')  # fmt: skip
+# commands that give a word to a shell
+_SHELLS = ('bash', 'sh', 'zsh', 'ssh', 'docker', 'kubectl', 'tmux', 'screen', 'srun', 'pdsh', 'script', 'watch')
+_PROGRAM = re.compile(r'\b(swift|megatron)\s+(rlhf|rollout)\b')
+_MOST_STEPS = 5_000  # a script that loops longer is not read further
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -49,352 +43,370 @@ class Command:
     folder: str
 
 
+class _Leave(Exception):
+    """exit, return and break, where it is certain that they are reached. Its text is the word."""
+
+
 class ScriptReader:
     """One pass over a script. ``commands`` lists what would be started, ``notes`` what could not be known without running it."""
 
-    def __init__(self, text: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, text: str, environ: Mapping[str, str], name: str = '') -> None:
         self.text = text
-        self.exported: dict[str, str] = dict(environ)
-        self.variables: dict[str, str | list[str]] = {}
+        self.notes: list[str] = []
+        self.values = Expander(environ, self.notes, name, lambda text: printed(text, self.values, self.folder))
         self.folder = ''
         self.commands: list[Command] = []
-        self.notes: list[str] = []
-        self.position = 0
+        self.functions: dict[str, Node] = {}
+        self.called: set[str] = set()
+        self.uncertain = 0  # depth of branches that may or may not run
+        self.depth = 0
+        self.steps = 0
+        self.shift = 0  # where the text that is read now begins in the script
 
     def read(self) -> list[Command]:
-        while self.position < len(self.text):
-            words = self._simple_command()
-            if words:
-                self._run(words)
+        parser = Parser(self.text)
+        with contextlib.suppress(_Leave):
+            self._list(parser.parse())
+        for name, node in list(self.functions.items()):
+            if name not in self.called and _mentions_training(self.text[node.start : node.start + 20_000]):
+                self.notes.append(f'The function {name} is not called with words that can be known here; it is read as it stands.')
+                with contextlib.suppress(_Leave):
+                    self._call(name, [])
+        for text in dict.fromkeys(parser.placeholders):
+            self.notes.append(f'{text} is to be filled in; a shell would read it as a redirection.')
         return self.commands
 
-    # -- lexing
+    # -- control
 
-    def _simple_command(self) -> list[Word]:
-        words: list[Word] = []
-        heredocs: list[str] = []
-        text = self.text
-        while self.position < len(text):
-            char = text[self.position]
-            if text.startswith('\\\n', self.position) or text.startswith('\\\r\n', self.position):
-                self.position += 2 if text[self.position + 1] == '\n' else 3
-            elif char in ' \t\r':
-                self.position += 1
-            elif char == '#':
-                end = text.find('\n', self.position)
-                self.position = len(text) if end < 0 else end
-            elif self._array_follows(words):
-                words.append(self._array(words.pop()))
-            elif (redirection := re.compile(r'\d*(<<<|<<-?|>>|>&|<&|&>>|&>|>\||>|<)').match(text, self.position)) is not None:
-                self.position = redirection.end()
-                target = self._word() if self._skip_blank() else None
-                if redirection.group(1) in ('<<', '<<-') and target is not None:
-                    heredocs.append(target.raw)
-            elif (op := next((op for op in _OPERATORS if text.startswith(op, self.position)), None)) is not None:
-                self.position += len(op)
-                if op == '\n':
-                    for marker in heredocs:
-                        self._skip_heredoc(marker)
-                return words
-            else:
-                words.append(self._word())
-        return words
+    def _list(self, node: Node) -> Verdict:
+        verdict: Verdict = True
+        before = ';'
+        for command, operator in node.items:
+            skip = (before == '&&' and verdict is False) or (before == '||' and verdict is True)
+            if not skip:
+                unsure = before in ('&&', '||') and verdict is None
+                self.uncertain += unsure
+                here = self._run(command)
+                self.uncertain -= unsure
+                verdict = None if unsure and here is not None else here
+            before = operator if operator not in ('|', '|&') else ';'
+        return verdict
 
-    def _array_follows(self, words: list[Word]) -> bool:
-        return (
-            bool(words)
-            and self.text[self.position] == '('
-            and words[-1].end == self.position
-            and bool(re.fullmatch(r'[A-Za-z_]\w*\+?=', words[-1].raw))
-        )
+    def _run(self, node: Node) -> Verdict:
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            self.values.note('The script loops longer than is read here; what follows is left out.')
+            raise _Leave('exit')
+        run = getattr(self, f'_run_{node.kind}')
+        verdict: Verdict = run(node)
+        return verdict
 
-    def _array(self, head: Word) -> Word:
-        """NAME=( ... ): the words up to the closing bracket, kept as one word whose parts end in the list marker."""
-        self.position += 1
-        items: list[Word] = []
-        while self.position < len(self.text) and self.text[self.position] != ')':
-            char = self.text[self.position]
-            if char in ' \t\r\n':
-                self.position += 1
-            elif self.text.startswith('\\\n', self.position):
-                self.position += 2
-            elif char == '#':
-                end = self.text.find('\n', self.position)
-                self.position = len(self.text) if end < 0 else end
-            else:
-                items.append(self._word())
-        self.position += 1
-        name = head.raw.rstrip('=').rstrip('+')
-        values = [value for item in items for value in self.expand(item)]
-        before = self.variables.get(name, []) if head.raw.endswith('+=') else []
-        self.variables[name] = [*(before if isinstance(before, list) else [before]), *values]
-        return Word(parts=[('', True, False)], start=head.start, end=self.position)
+    def _run_list(self, node: Node) -> Verdict:
+        return self._list(node)
 
-    def _skip_blank(self) -> bool:
-        while self.position < len(self.text) and self.text[self.position] in ' \t':
-            self.position += 1
-        return self.position < len(self.text) and self.text[self.position] not in '\n;|&'
+    def _run_group(self, node: Node) -> Verdict:
+        return self._list(node)
 
-    def _skip_heredoc(self, marker: str) -> None:
-        while self.position < len(self.text):
-            end = self.text.find('\n', self.position)
-            end = len(self.text) if end < 0 else end
-            line = self.text[self.position : end]
-            self.position = min(end + 1, len(self.text))
-            if line.strip('\t') == marker:
-                return
+    def _run_not(self, node: Node) -> Verdict:
+        verdict = self._list(node)
+        return None if verdict is None else not verdict
 
-    def _word(self) -> Word:
-        """The word at the position, up to a blank or an operator."""
-        text, start = self.text, self.position
-        parts: list[tuple[str, bool, bool]] = []
-        while self.position < len(text):
-            char = text[self.position]
-            if char in ' \t\r\n;|&()<>':
-                break
-            if char == '\\':
-                if text.startswith('\\\n', self.position):
-                    self.position += 2
-                    continue
-                parts.append((text[self.position + 1 : self.position + 2], True, False))
-                self.position += 2
-            elif char == "'":
-                end = text.find("'", self.position + 1)
-                end = len(text) if end < 0 else end
-                parts.append((text[self.position + 1 : end], True, False))
-                self.position = end + 1
-            elif char == '"':
-                self._double_quotes(parts)
-            elif char == '$':
-                parts.append((self._dollar(), False, True))
-            elif char == '`':
-                parts.append((self._backquotes(), False, False))
-            else:
-                parts.append((char, False, False))
-                self.position += 1
-        if self.position == start:
-            self.position += 1  # a stray operator character
-        return Word(parts=parts, start=start, end=self.position)
-
-    def _double_quotes(self, parts: list[tuple[str, bool, bool]]) -> None:
-        text = self.text
-        self.position += 1
-        parts.append(('', True, False))
-        while self.position < len(text) and text[self.position] != '"':
-            char = text[self.position]
-            if char == '\\' and self.position + 1 < len(text):
-                following = text[self.position + 1]
-                if following != '\n':
-                    parts.append((following if following in '$`"\\' else '\\' + following, True, False))
-                self.position += 2
-            elif char == '$':
-                parts.append((self._dollar(), True, True))
-            elif char == '`':
-                parts.append((self._backquotes(), True, False))
-            else:
-                parts.append((char, True, False))
-                self.position += 1
-        self.position += 1
-
-    def _dollar(self) -> str:
-        """The whole expansion at the position as text, brackets balanced."""
-        text, start = self.text, self.position
-        if text.startswith('$((', start):
-            end = text.find('))', start)
-            self.position = len(text) if end < 0 else end + 2
-        elif text.startswith(('$(', '${'), start):
-            opening, closing, depth = text[start + 1], {'(': ')', '{': '}'}[text[start + 1]], 0
-            self.position = start + 1
-            while self.position < len(text):
-                depth += (text[self.position] == opening) - (text[self.position] == closing)
-                self.position += 1
-                if depth == 0:
-                    break
-        else:
-            match = re.compile(r'\$([A-Za-z_]\w*|[0-9@*#?$!-])?').match(text, start)
-            self.position = match.end() if match is not None else start + 1
-        return text[start : self.position]
-
-    def _backquotes(self) -> str:
-        start = self.position
-        end = self.text.find('`', start + 1)
-        self.position = len(self.text) if end < 0 else end + 1
-        self._note(f'{self.text[start : self.position]} is a command; it is not run, and stands here as text.')
-        return self.text[start : self.position]
-
-    # -- expansion
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def lookup(self, name: str) -> str | list[str] | None:
-        return self.variables.get(name, self.exported.get(name))
-
-    def expand(self, word: Word) -> list[str]:
-        """The fields that a word becomes: variables replaced, unquoted ones split at blanks, arrays one field an element."""
-        fields: list[str] = ['']
-        has_text = vanished = False
-        for text, quoted, expands in word.parts:
-            if not expands:
-                fields[-1] += text
-                has_text = has_text or quoted or bool(text)
-                continue
-            values = self._expand_dollar(text, quoted)
-            if not values:
-                vanished = True  # "$@" and "${empty[@]}" are no word at all, also inside quotes
-                continue
-            has_text = has_text or quoted or any(values)
-            fields[-1] += values[0]
-            fields += values[1:]
-        return fields if has_text and not (vanished and fields == ['']) else []
-
-    def _expand_dollar(self, text: str, quoted: bool) -> list[str]:
-        if text.startswith('$(('):
-            return [self._arithmetic(text[3:-2])]
-        if text.startswith('$('):
-            self._note(f'{text} is a command; it is not run, and stands here as text.')
-            return [text]
-        body = text[2:-1] if text.startswith('${') else text[1:]
-        if not body:
-            return ['$']
-        if body in '@*':
-            self._note(f'{text} stands for the arguments of the script; they are not known here, and count as none.')
-            return []
-        array = re.fullmatch(r'([A-Za-z_]\w*)\[([@*]|\d+)\]', body)
-        if array is not None:
-            value = self.lookup(array.group(1))
-            items = [] if value is None else value if isinstance(value, list) else [value]
-            if array.group(2) not in '@*':
-                return items[int(array.group(2)) : int(array.group(2)) + 1]
-            return [' '.join(items)] if array.group(2) == '*' and quoted else list(items)
-        if (size := re.fullmatch(r'#([A-Za-z_]\w*)(\[[@*]\])?', body)) is not None:
-            return [str(len(self.lookup(size.group(1)) or ''))]
-        match = re.fullmatch(r'([A-Za-z_]\w*|\d)((:?[-=+?]|##?|%%?|//?)(.*))?', body, flags=re.DOTALL)
-        if match is None:
-            self._note(f'{text} is not understood, and stands here as text.')
-            return [text]
-        value = self._with_default(match.group(1), match.group(3), match.group(4) or '', text)
-        return [value] if quoted else value.split() or ([''] if value else [])
-
-    def _with_default(self, name: str, op: str | None, argument: str, text: str) -> str:
-        value = self.lookup(name)
-        plain = ' '.join(value) if isinstance(value, list) else value
-        if op in (':-', '-', ':=', '='):
-            if plain is None or (op.startswith(':') and not plain):
-                plain = self._expand_text(argument)
-                if op.endswith('='):
-                    self.variables[name] = plain
-            return plain
-        if op in (':+', '+'):
-            return self._expand_text(argument) if plain else ''
-        if plain is None:
-            if name.isdigit():
-                self._note(f'{text} is an argument of the script; it is not known here, and stands as text.')
-                return text
-            self._note(f'${name} is not set anywhere in the script or the environment; it counts as empty.')
-            return ''
-        if op in ('#', '##', '%', '%%'):
-            return trim(plain, op, self._expand_text(argument))
-        if op in ('/', '//'):
-            old, _, new = argument.partition('/')
-            return plain.replace(old, new) if op == '//' else plain.replace(old, new, 1)
-        return plain
-
-    def _expand_text(self, text: str) -> str:
-        """An argument inside ${...}: quotes and nested variables."""
-        if '$' not in text and '"' not in text and "'" not in text:
-            return text
-        inner = ScriptReader(text, self.exported)
-        inner.variables, inner.notes = self.variables, self.notes
-        values = []
-        while inner.position < len(text):
-            if text[inner.position] in ' \t\n;|&()<>':
-                values.append(text[inner.position])
-                inner.position += 1
-            else:
-                values.append(' '.join(inner.expand(inner._word())))
-        return ''.join(values)
-
-    def _arithmetic(self, text: str) -> str:
-        plain = re.sub(
-            r'\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)', lambda match: str(self.lookup(match.group(1) or match.group(2)) or 0), text
-        )
+    def _run_subshell(self, node: Node) -> Verdict:
+        folder, variables, exported = self.folder, dict(self.values.variables), dict(self.values.exported)
         try:
-            return str(evaluate(ast.parse(plain.strip(), mode='eval').body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            self._note(f'$(({text})) is not understood, and counts as 0.')
-            return '0'
+            return self._list(node)
+        except _Leave:
+            return None
+        finally:
+            self.folder, self.values.variables, self.values.exported = folder, variables, exported
 
-    # -- running, on paper
+    def _run_function(self, node: Node) -> Verdict:
+        self.functions[node.text] = node
+        return True
 
-    def _run(self, words: list[Word]) -> None:
-        while words and words[0].raw in _KEYWORDS:
-            words = words[1:]
+    def _run_arithmetic(self, node: Node) -> Verdict:
+        try:
+            return Arithmetic(node.text.replace('$', ''), self.values.number, self.values.assign).value() != 0
+        except (ValueError, RecursionError):
+            self.values.note(f'(({node.text})) is not understood.')
+            return None
+
+    def _run_test(self, node: Node) -> Verdict:
+        words = []
+        for word in node.words:
+            self.values.unknown = False
+            pattern = self.values.pattern(word)
+            words.append((''.join(text for text, _ in pattern), not self.values.unknown, pattern))
+        return test(words, double=True)
+
+    def _run_if(self, node: Node) -> Verdict:
+        unsure = 0
+        verdict: Verdict = True
+        before = self._state()
+        for condition, body in node.branches:
+            holds = True if condition is None else self._run(condition)
+            if holds is False:
+                continue
+            unsure += holds is None
+            self.uncertain += unsure > 0
+            try:
+                verdict = self._run(body)
+            finally:
+                self.uncertain -= unsure > 0
+            if holds:
+                break
+        if unsure and len(node.branches) > 1 and self._state() != before:
+            self._line_note(node, 'the condition of this `if` depends on the machine; its branches are all read, and the last one counts')
+        return None if unsure else verdict
+
+    def _run_case(self, node: Node) -> Verdict:
+        self.values.unknown = False
+        value = self.values.text(node.words[0])
+        if self.values.unknown:
+            before = self._state()
+            self.uncertain += 1
+            for _, body in node.choices:
+                self._run(body)
+            self.uncertain -= 1
+            if self._state() != before:
+                self._line_note(node, 'this `case` depends on the machine; its branches are all read, and the last one counts')
+            return None
+        for patterns, body in node.choices:
+            if any(matches(value, self.values.pattern(pattern)) for pattern in patterns):
+                return self._run(body)
+        return True
+
+    def _run_for(self, node: Node) -> Verdict:
+        self.values.unknown = False
+        values = [field for word in node.words[1:] for field in self.values.fields(word)]
+        if len(node.words) == 1:
+            values = list(self.values.positional or [])
+        if self.values.unknown:
+            values = values[:1]
+        verdict: Verdict = True
+        started = len(self.commands)
+        for number, value in enumerate(values):
+            self.values.assign(node.words[0].raw, value)
+            size = len(self.commands)
+            try:
+                verdict = self._run(node.branches[0][1])
+            except _Leave as leave:
+                if str(leave) not in ('break', 'continue'):
+                    raise
+                if str(leave) == 'break':
+                    break
+            if number and any(_trains(command) for command in self.commands[size:]):
+                # the same command of the script again
+                self.commands[size:] = [command for command in self.commands[size:] if not _trains(command)]
+                self.values.note(f'The loop over {node.words[0].raw} is read with {values[0]}; its other values change the same command.')
+        return verdict if len(self.commands) == started else None
+
+    def _run_while(self, node: Node, holds_for: bool = True) -> Verdict:
+        condition, body = node.branches[0]
+        for _ in range(1000):
+            holds = None if condition is None else self._run(condition)
+            if holds is not None and holds != holds_for:
+                return True
+            self.uncertain += holds is None
+            try:
+                self._run(body)
+            except _Leave as leave:
+                if str(leave) not in ('break', 'continue'):
+                    raise
+                if str(leave) == 'break':
+                    return None
+            finally:
+                self.uncertain -= holds is None
+            if holds is None:
+                return None
+        return None
+
+    def _run_until(self, node: Node) -> Verdict:
+        return self._run_while(node, holds_for=False)
+
+    def _state(self) -> tuple[dict, int]:
+        return {name: value if isinstance(value, str) else repr(value) for name, value in self.values.variables.items()}, len(self.commands)
+
+    def _line_note(self, node: Node, text: str) -> None:
+        self.values.note(f'Line {self.text.count(chr(10), 0, node.start + self.shift) + 1}: {text}.')
+
+    # -- simple commands
+
+    def _run_simple(self, node: Node) -> Verdict:
+        words = node.words
         prefix: dict[str, str] = {}
-        while words and (match := _ASSIGN.match(words[0].raw)) is not None and words[0].parts[0][0] and not words[0].parts[0][1]:
-            name, value = match.group(1), self._assigned(words[0], match)
+        while words and (match := assignment(words[0])) is not None:
+            if words[0].items is not None or match.group(2):
+                assign_word(self.values, words[0], match)
+            else:
+                prefix[match.group(1)] = assigned(self.values, words[0], match)
+                if all(assignment(word) for word in words):
+                    self.values.assign(match.group(1), prefix[match.group(1)])
             words = words[1:]
-            prefix[name] = value
-        if not words or all(word.parts == [('', True, False)] for word in words):
-            for name, value in prefix.items():
-                self._assign(name, value)
-            return
+        if not words:
+            return True
         if words[0].raw in _DECLARE:
-            self._declare(words[1:], export=words[0].raw == 'export')
-            return
+            declare(self.values, words[1:], export=words[0].raw == 'export')
+            return True
         expanded: list[str] = []
         spans: list[tuple[int, int]] = []
         for word in words:
-            fields = self.expand(word)
+            fields = self.values.fields(word)
             expanded += fields
-            spans += [(word.start, word.end)] * len(fields)
-        if not expanded:
-            return
-        if expanded[0] == 'cd' and len(expanded) > 1:
-            self.folder = os.path.join(self.folder, os.path.expanduser(expanded[1]))
-            return
-        if expanded[0] == 'for' and len(expanded) > 3 and expanded[2] == 'in':
-            self.variables[expanded[1]] = expanded[3]
-            if len(expanded) > 4:
-                self._note(f'The loop over {expanded[1]} is read once, with {expanded[3]}.')
-            return
-        if (
-            expanded[0] == 'for'
-            or (expanded[0] == 'set' and len(expanded) > 1)
-            or expanded[0] in ('shift', 'source', '.', 'trap', 'case', 'echo')
-        ):
-            return
-        if expanded[0] == 'unset':
-            for name in expanded[1:]:
-                self.variables.pop(name, None)
-                self.exported.pop(name, None)
-            return
-        self.commands.append(Command(words=expanded, spans=spans, environment={**self.exported, **prefix}, folder=self.folder))
+            spans += [(word.start + self.shift, word.end + self.shift)] * len(fields)
+        return self._start(node, words, expanded, spans, prefix) if expanded else True
 
-    def _assigned(self, word: Word, match: re.Match[str]) -> str:
-        """The value of NAME=VALUE or NAME+=VALUE; no splitting, as in the shell."""
-        skip = match.end()
+    def _start(self, node: Node, words: list[Word], expanded: list[str], spans: list[tuple[int, int]], prefix: dict[str, str]) -> Verdict:
+        name = expanded[0]
+        while name in ('exec', 'command', 'builtin', 'sudo', 'nohup', 'nice') and len(expanded) > 1:
+            expanded, spans, words = expanded[1:], spans[1:], words[1:]
+            name = expanded[0]
+        if name in self.functions:
+            return self._call(name, expanded[1:], prefix)
+        if name == 'eval':
+            return self._inside(' '.join(expanded[1:]), spans[-1])
+        for word, span in zip(expanded[1:], spans[1:]):
+            if name in _SHELLS and _PROGRAM.search(word):
+                return self._inside(word, span, prefix)
+        builtin = {
+            'cd': self._cd,
+            'pushd': self._cd,
+            '[': self._bracket,
+            'test': self._bracket,
+            'let': self._let,
+            'unset': self._unset,
+        }.get(name)
+        if builtin is not None:
+            return builtin(node, words, expanded)
+        if name in ('exit', 'return', 'break', 'continue'):
+            if not self.uncertain:
+                raise _Leave(name)
+            return None
+        if name == 'shift' and self.values.positional is not None:
+            self.values.positional = self.values.positional[int(expanded[1]) if len(expanded) > 1 and expanded[1].isdigit() else 1 :]
+        if name == 'set' and '--' in expanded:
+            self.values.positional = expanded[expanded.index('--') + 1 :]
+        if name == 'printf' and len(expanded) > 3 and expanded[1] == '-v':
+            self.values.assign(expanded[2], formatted(expanded[3], expanded[4:]))
+        if name == 'read':
+            return self._read(node, expanded)
+        if name in ('source', '.') and len(expanded) > 1:
+            return self._source(expanded[1])
+        if name in _SILENT:
+            return name not in ('false',) if name in ('true', 'false', ':', 'echo', 'set', 'printf', 'shift') else None
+        self.commands.append(Command(words=expanded, spans=spans, environment={**self.values.exported, **prefix}, folder=self.folder))
+        return None
+
+    def _call(self, name: str, words: list[str], prefix: Mapping[str, str] | None = None) -> Verdict:
+        self.called.add(name)
+        if self.depth > 20:
+            return None
+        positional, exported = self.values.positional, dict(self.values.exported)
+        self.values.positional = words
+        self.values.exported.update(prefix or {})
+        self.depth += 1
+        try:
+            return self._list(self.functions[name])
+        except _Leave as leave:
+            if str(leave) == 'exit':
+                raise
+            return None
+        finally:
+            self.depth -= 1
+            self.values.positional = positional
+            for key in prefix or {}:
+                self.values.exported.pop(key, None)
+                if key in exported:
+                    self.values.exported[key] = exported[key]
+
+    def _inside(self, text: str, span: tuple[int, int], prefix: Mapping[str, str] | None = None) -> Verdict:
+        """Text that a shell would read once more: of eval, of bash -c. Its words stand inside the quotes at ``span``, or where it says."""
+        literal = self.text[span[0] : span[0] + 1] in ('"', "'") and self.text[span[0] + 1 : span[1] - 1] == text
+        exported, shift = dict(self.values.exported), self.shift
+        self.values.exported.update(prefix or {})
+        size = len(self.commands)
+        self.depth += 1
+        try:
+            if literal:
+                self.shift = span[0] + 1
+            return self._list(Parser(text).parse()) if self.depth <= 20 else None
+        finally:
+            self.depth -= 1
+            self.shift = shift
+            if prefix:
+                self.values.exported = exported
+            if not literal:
+                for command in self.commands[size:]:
+                    command.spans = self._found_inside(command.words, span)
+
+    def _found_inside(self, words: list[str], span: tuple[int, int]) -> list[tuple[int, int]]:
+        """Where the words of a command stand in a quoted word that holds variables: those of the program where it stands there once."""
+        there = list(_PROGRAM.finditer(self.text, *span))
+        if len(there) != 1:
+            return [span] * len(words)
+        program, kind = there[0].span(1), there[0].span(2)
+        return [program if following == there[0].group(2) else kind for following in [*words[1:], '']]
+
+    def _cd(self, node: Node, words: list[Word], expanded: list[str]) -> Verdict:
+        if len(expanded) > 1:
+            self.folder = os.path.normpath(os.path.join(self.folder, os.path.expanduser(expanded[1])))
+            self.folder = '' if self.folder == '.' else self.folder
+        return True
+
+    def _bracket(self, node: Node, words: list[Word], expanded: list[str]) -> Verdict:
         parts = []
-        for text, quoted, expands in word.parts:
-            cut = text[skip:] if skip else text
-            skip = max(0, skip - len(text))
-            parts.append((cut, True if expands else quoted, expands))
-        value = ' '.join(self.expand(Word(parts=[('', True, False), *parts], start=word.start, end=word.end)))
-        before = self.lookup(match.group(1)) if match.group(2) else ''
-        return (before if isinstance(before, str) else ' '.join(before or [])) + value
+        for word in words[1:]:
+            self.values.unknown = False
+            for field in self.values.fields(word):
+                parts.append((field, not self.values.unknown, [(field, True)]))
+        if expanded[0] == '[' and parts and parts[-1][0] == ']':
+            parts.pop()
+        return test(parts, double=False)
 
-    def _assign(self, name: str, value: str) -> None:
-        self.variables[name] = value
-        if name in self.exported:
-            self.exported[name] = value
+    def _let(self, node: Node, words: list[Word], expanded: list[str]) -> Verdict:
+        verdict: Verdict = True
+        for text in expanded[1:]:
+            verdict = self._run_arithmetic(Node(kind='arithmetic', start=node.start, text=text))
+        return verdict
 
-    def _declare(self, words: list[Word], export: bool) -> None:
-        for word in words:
-            match = _ASSIGN.match(word.raw)
-            if match is not None:
-                self._assign(match.group(1), self._assigned(word, match))
-            name = match.group(1) if match is not None else word.raw
-            value = self.variables.get(name)
-            if export and isinstance(value, str):
-                self.exported[name] = value
+    def _unset(self, node: Node, words: list[Word], expanded: list[str]) -> Verdict:
+        for name in expanded[1:]:
+            self.values.variables.pop(name, None)
+            self.values.exported.pop(name, None)
+        return True
+
+    def _read(self, node: Node, expanded: list[str]) -> Verdict:
+        """read NAME ... <<EOF and <<< text: one name takes all of it."""
+        text = node.heredocs[-1].body if node.heredocs else ' '.join(self.values.fields(node.input)) if node.input is not None else None
+        names = [word for word in expanded[1:] if word.isidentifier()]
+        if text is not None and names:
+            if len(names) == 1 and '-d' in expanded:
+                self.values.assign(names[0], text.strip('\n') if node.heredocs else text)
+            else:
+                for name, value in zip(names, [*text.split(None, len(names) - 1), *([''] * len(names))]):
+                    self.values.assign(name, value.strip())
+        return None
+
+    def _source(self, path: str) -> Verdict:
+        """Another file's variables, where it lies here; its own commands are not this script's."""
+        full = os.path.join(self.folder, os.path.expanduser(path))
+        if not path.endswith(('.sh', '.env', '.conf')) or not os.path.isfile(full) or os.path.getsize(full) > 2**20 or self.depth > 5:
+            return None
+        with open(full, encoding='utf-8', errors='replace') as file:
+            text = file.read()
+        commands = self.commands
+        self.commands, self.depth = [], self.depth + 1
+        try:
+            return self._list(Parser(text).parse())
+        except _Leave:
+            return None
+        finally:
+            self.commands, self.depth = commands, self.depth - 1
+
+
+def _trains(command: Command) -> bool:
+    return _mentions_training(' '.join(command.words))
+
+
+def _mentions_training(text: str) -> bool:
+    return re.search(r'\b(rlhf|rollout)\b', text) is not None

@@ -13,7 +13,7 @@ import sys
 
 from swift_megatron_grpo.cpu.limits import refuse_unsupported
 
-__all__ = ['activate', 'has_accelerator', 'is_active', 'is_needed', 'refuse_unsupported']
+__all__ = ['activate', 'has_accelerator', 'is_active', 'is_needed', 'refuse_unsupported', 'set_environment']
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,13 @@ def is_needed() -> bool:
     return importlib.util.find_spec('transformer_engine') is None and not has_accelerator()
 
 
+def set_environment(prefix: str = '') -> None:
+    """The defaults of ENVIRONMENT whose names begin with `prefix`, for this process and those that it starts. What is set stays."""
+    for name, value in ENVIRONMENT.items():
+        if name.startswith(prefix):
+            os.environ.setdefault(name, value)
+
+
 def _let_gloo_find_this_host() -> None:
     """gloo listens at the address of the host's own name, which a laptop or a container may not be able to resolve."""
     if os.environ.get('WORLD_SIZE', '1') != os.environ.get('LOCAL_WORLD_SIZE', '1'):
@@ -74,8 +81,7 @@ def activate() -> bool:
     early = [name for name in ('megatron.core', 'mcore_bridge', 'transformer_engine') if name in sys.modules]
     if early:
         raise RuntimeError(f'the CPU platform must be activated before {early[0]} is imported (first statement of a worker process)')
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     _let_gloo_find_this_host()
     from swift_megatron_grpo.cpu import device, libraries, vision
     from swift_megatron_grpo.cpu.te import install

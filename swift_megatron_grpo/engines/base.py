@@ -27,7 +27,11 @@ class EngineGroup:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Sampling:
-    """How to sample, in ms-swift's names. Request i of a call uses seed `seed + i`, so that answers do not depend on which engine samples."""
+    """How to sample, in ms-swift's names. Request i of a call uses seed `seed + i`, so that answers do not depend on which engine samples.
+
+    limits: what each request of the call may sample where that differs from max_tokens (conversations of several turns with a common
+    bound); empty else.
+    """
     temperature: float
     max_tokens: int
     top_p: float = 1.0
@@ -37,12 +41,30 @@ class Sampling:
     stop_words: tuple[str, ...] = ()
     structured_outputs_regex: str | None = None
     seed: int = 0
+    limits: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the sampled distribution is the model's own at this temperature, which is what the log-probabilities of the trainer describe."""
         return (self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0 and self.repetition_penalty == 1.0
                 and self.structured_outputs_regex is None)
+
+    def request_config(self, *, seed: int | None) -> Any:
+        """As ms-swift's `RequestConfig` (imported here). `seed` is the first request's: ms-swift adds a request's position; None: the engine draws."""
+        from swift.infer_engine import RequestConfig
+        return RequestConfig(
+            n=1,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=list(self.stop_words),
+            structured_outputs_regex=self.structured_outputs_regex,
+            seed=seed,
+            logprobs=True,
+            return_details=True)
 
 
 class RolloutEngine(abc.ABC):
@@ -89,6 +111,13 @@ class RolloutEngine(abc.ABC):
     def finish(self, pending: Any) -> list[Any]:
         """The outputs of what `start` began."""
         return self.generate(*pending)
+
+    def arrivals(self, pending: Any) -> Iterator[tuple[int, list[Any]]]:
+        """The same in pieces, as they are sampled: number of the first request, outputs. In any order, each output once.
+
+        Here: everything at once.
+        """
+        yield 0, self.finish(pending)
 
     @abc.abstractmethod
     def checksums(self) -> dict[str, Checksum] | None:

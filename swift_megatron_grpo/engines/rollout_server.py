@@ -41,9 +41,13 @@ class _Session(requests.Session):
         return super().request(method, url, **kwargs)
 
 
-def within(seconds: float, what: str, function: Callable[[], T]) -> T:
-    """`function()` in a thread; TimeoutError that names `what` after `seconds`. The thread is left behind then: it waits for someone who is gone."""
+def within(seconds: float, what: str, function: Callable[[], T], lost: Callable[[], str | None] = lambda: None) -> T:
+    """`function()` in a thread; TimeoutError that names `what` after `seconds`, ServerGone as soon as `lost` says why.
+
+    The thread is left behind then: it waits for someone who is gone.
+    """
     box: list[Any] = []
+    end = time.monotonic() + seconds
 
     def work() -> None:
         try:
@@ -53,9 +57,14 @@ def within(seconds: float, what: str, function: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(seconds)
-    if not box:
-        raise TimeoutError(f'{what} did not end within {seconds:g} s')
+    while not box:
+        thread.join(max(min(end - time.monotonic(), 0.2), 0.0))
+        if box:
+            break
+        if why := lost():
+            raise ServerGone(why)
+        if time.monotonic() >= end:
+            raise TimeoutError(f'{what} did not end within {seconds:g} s')
     value, error = box[0]
     if error is not None:
         raise error
@@ -186,7 +195,7 @@ class SwiftRolloutServer:
         client = self.client
         if client is None or self._gone:
             raise ServerGone(self._gone or 'it is not connected')
-        within(self.sync_timeout, f'{what} (--sync_timeout)', lambda: action(client))
+        within(self.sync_timeout, f'{what} (--sync_timeout)', lambda: action(client), lost=lambda: self._gone)
 
     def _set_version(self, version: int) -> None:
         client = self.client

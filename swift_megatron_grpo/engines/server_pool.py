@@ -6,6 +6,7 @@ is free: a fast server gets more.
 """
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import RunError
-import itertools
 
 
 class EngineLost(RunError):
@@ -119,7 +119,8 @@ class ServerPool:
         if not self.alive:
             raise EngineLost(f'{phase}: no rollout server is left ({self._why()}).')
 
-    def answers(self, requests: Sequence[Any], config_of: Callable[[int], Any], *, version: int, unit: int, seconds: float) -> list[Any]:
+    def answers(self, requests: Sequence[Any], config_of: Callable[[int], Any], *, version: int, unit: int, seconds: float,
+                arrived: Callable[[int, list[Any]], None] = lambda start, answers: None) -> list[Any]:
         """All answers, in the order of the requests. Blocks.
 
         Args:
@@ -127,12 +128,13 @@ class ServerPool:
             version: answers of other weights are not taken.
             unit: requests that should stay together (a group shares its prompt).
             seconds: deadline of the whole phase.
+            arrived: called from a server's thread with each batch as it comes: number of its first request, answers. Once a request.
 
         Raises:
             EngineLost: no server is left, or the deadline passed.
             RunError: a batch failed on every try.
         """
-        return _Phase(self, requests, config_of, version, unit, seconds).run()
+        return _Phase(self, requests, config_of, version, unit, seconds, arrived).run()
 
     def _together(self, action: Callable[[Any], Any], servers: Sequence[RolloutServer]) -> list[tuple[RolloutServer, Exception]]:
         failed: list[tuple[RolloutServer, Exception]] = []
@@ -161,8 +163,9 @@ class _Phase:
     """One call of `ServerPool.answers`."""
 
     def __init__(self, pool: ServerPool, requests: Sequence[Any], config_of: Callable[[int], Any], version: int, unit: int,
-                 seconds: float):
+                 seconds: float, arrived: Callable[[int, list[Any]], None]):
         self.pool = pool
+        self.arrived = arrived
         self.config_of = config_of
         self.version = version
         self.seconds = seconds
@@ -236,6 +239,7 @@ class _Phase:
         with self.changed:
             if not self.closed:
                 self.results[batch.start:batch.start + len(answers)] = answers
+                self.arrived(batch.start, answers)
                 self.left -= 1
             self.changed.notify_all()
         return True

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import torch
 from collections.abc import Callable, Iterable, Sequence
-from swift.infer_engine import RequestConfig, TransformersEngine
+from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import InferRequest, RolloutOutput
 from swift.template import Template
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ..errors import RunError
 from .base import Bucket, EngineGroup, RolloutEngine, Sampling
 from .checksums import Checksum
+from .encoding import Encoded, encode_once
 
 
 class _SamplingEngine(TransformersEngine):
@@ -32,6 +34,9 @@ class _SamplingEngine(TransformersEngine):
         ]
         values = torch.stack(steps, 1).tolist()
         return [[{token: value} for token, value in zip(row_ids, row)] for row_ids, row in zip(ids.tolist(), values)]
+
+    def _batch_encode(self, infer_requests: Sequence[InferRequest], strict: bool) -> Encoded:  # type: ignore[override]
+        return encode_once(super()._batch_encode, infer_requests, strict)
 
 
 class TransformersRolloutEngine(RolloutEngine):
@@ -78,15 +83,10 @@ class TransformersRolloutEngine(RolloutEngine):
     def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
         if self.version < 0:
             raise RunError('Rollout was asked of an engine that has not received weights yet.')
-        config = RequestConfig(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop_words),
-            logprobs=True,
-            return_details=True)
+        if len(set(sampling.limits)) > 1:  # a batch of transformers has one limit
+            return self._by_limit(requests, sampling)
+        limited = dataclasses.replace(sampling, max_tokens=sampling.limits[0]) if sampling.limits else sampling
+        config = limited.request_config(seed=None)  # this engine draws from torch's generator, below
         self.engine.temperature = sampling.temperature or 1.0
         plain = [InferRequest(messages=copy.deepcopy(r.messages), images=r.images, audios=r.audios, videos=r.videos, tools=r.tools,
                               objects=r.objects) for r in requests]
@@ -100,6 +100,14 @@ class TransformersRolloutEngine(RolloutEngine):
                 raise RunError(f'The transformers engine could not answer a request: {response}') from response
             outputs.append(RolloutOutput(response=response))
         return outputs
+
+    def _by_limit(self, requests: Sequence[Any], sampling: Sampling) -> list[RolloutOutput]:
+        outputs: dict[int, RolloutOutput] = {}
+        for limit in sorted(set(sampling.limits)):
+            rows = [row for row, own in enumerate(sampling.limits) if own == limit]
+            part = dataclasses.replace(sampling, seed=sampling.seed + rows[0], limits=(limit,) * len(rows))
+            outputs |= dict(zip(rows, self.generate([requests[row] for row in rows], part), strict=True))
+        return [outputs[row] for row in range(len(requests))]
 
     def checksums(self) -> dict[str, Checksum]:
         return {name: Checksum.of(weight) for name, weight in self._weights().items()}

@@ -6,9 +6,10 @@ until a complete set of weights was loaded; after a load the prefix, multimodal 
 from __future__ import annotations
 
 import copy
+import functools
 import torch
 import torch.distributed as dist
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rlhf_trainers.utils import (VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH, TensorLoRARequest,
@@ -22,7 +23,23 @@ from .. import cpu
 from ..errors import RunError
 from .base import Bucket, EngineGroup, RolloutEngine, Sampling
 from .checksums import EMPTY, Checksum
+from .encoding import encode_once
 from .vllm_names import holder_of
+
+
+def _limited_engine() -> type:
+    """ms-swift's engine, whose requests may have limits of their own. ms-swift asks for the limit once a request, in order."""
+    from swift.infer_engine import GRPOVllmEngine
+
+    class LimitedEngine(GRPOVllmEngine):
+        limits: Iterator[int] | None = None
+
+        def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
+            if self.limits is not None:
+                request_config.max_tokens = next(self.limits)
+            super().set_default_max_tokens(request_config, inputs)
+
+    return LimitedEngine
 
 
 class VllmColocateEngine(RolloutEngine):
@@ -40,7 +57,6 @@ class VllmColocateEngine(RolloutEngine):
         if cpu.is_active():  # vLLM finds it as an entry point too, where the package is installed
             from ..cpu import vllm_plugin
             vllm_plugin.register()
-        from swift.infer_engine import GRPOVllmEngine
         self.group = group
         self.device = device
         self.takes_adapters = bool(args.vllm_enable_lora and args.tuner_type == 'lora')
@@ -56,7 +72,7 @@ class VllmColocateEngine(RolloutEngine):
         if args.vllm_enable_expert_parallel:
             engine_kwargs.setdefault('enable_expert_parallel', True)
         set_expandable_segments(False)
-        self.engine = GRPOVllmEngine(
+        self.engine = _limited_engine()(
             args.model_info.model_dir,
             torch_dtype=args.torch_dtype,
             model_type=args.model_type,
@@ -65,6 +81,7 @@ class VllmColocateEngine(RolloutEngine):
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             max_num_seqs=args.vllm_max_num_seqs or max_num_seqs,
+            disable_custom_all_reduce=args.vllm_disable_custom_all_reduce,
             enforce_eager=args.vllm_enforce_eager,
             limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
             enable_sleep_mode=args.sleep_level > 0,
@@ -80,6 +97,7 @@ class VllmColocateEngine(RolloutEngine):
             max_lora_rank=max(args.vllm_max_lora_rank, args.lora_rank),
             engine_kwargs=engine_kwargs,
             logprobs_mode='processed_logprobs')
+        self.engine._batch_encode = functools.partial(encode_once, self.engine._batch_encode)
         set_expandable_segments(True)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
@@ -123,19 +141,8 @@ class VllmColocateEngine(RolloutEngine):
             raise RunError('Rollout was asked of a vLLM engine that does not hold a complete set of weights.')
         if not requests:
             return []
-        config = RequestConfig(
-            n=1,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop_words),
-            structured_outputs_regex=sampling.structured_outputs_regex,
-            seed=sampling.seed,  # ms-swift adds the request's position
-            logprobs=True,
-            return_details=True)
+        config = sampling.request_config(seed=sampling.seed)
+        self.engine.limits = iter(sampling.limits) if sampling.limits else None
         outputs = self.engine.infer(list(requests), config, use_tqdm=False)
         for output in outputs:
             if isinstance(output, Exception):

@@ -6,11 +6,11 @@ raised on every rank.
 from __future__ import annotations
 
 import concurrent.futures
+import queue
 import torch
 import torch.distributed as dist
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from swift.infer_engine import RequestConfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from swift.rlhf_trainers.utils import format_host_for_url
 from swift.utils import get_logger, synchronize
 from typing import Any, TypeVar
@@ -57,9 +57,10 @@ def _limit(seconds: float) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Pending:
-    """Answers that are being sampled. `future` is on the talking rank only."""
-    version: int
-    future: concurrent.futures.Future[list[Any]] | None
+    """`count` answers that are being sampled. What comes is on the talking rank: pieces, and None when `future` has ended."""
+    count: int
+    future: concurrent.futures.Future[list[Any]] | None = None
+    pieces: queue.SimpleQueue[tuple[int, list[Any]] | None] = field(default_factory=queue.SimpleQueue)
 
 
 class VllmServerEngine(RolloutEngine):
@@ -189,40 +190,45 @@ class VllmServerEngine(RolloutEngine):
         """Begins to sample and returns at once. Weights must not change until `finish`."""
         if self.version < 0:
             raise RunError('Rollout was asked of servers that do not hold a complete set of weights.')
+        pending = Pending(count=len(requests))
         if not self.talks:
-            return Pending(version=self.version, future=None)
+            return pending
         assert self.pool is not None
-        version = self.version
 
-        def config_of(start: int) -> RequestConfig:
-            return RequestConfig(
-                n=1,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
-                stop=list(sampling.stop_words),
-                structured_outputs_regex=sampling.structured_outputs_regex,
-                # The server adds a request's position. Where it spreads a batch over replicas, or samples requests apart from each other,
-                # one seed would give a group equal answers: it draws by itself then.
-                seed=sampling.seed + start if self.seeded else None,
-                logprobs=True,
-                return_details=True)
+        def config_of(start: int) -> Any:
+            # Where the server spreads a batch over replicas, or samples requests apart from each other, one seed would give a group equal
+            # answers: it draws by itself then.
+            return sampling.request_config(seed=sampling.seed + start if self.seeded else None)
 
-        future = self._sampler.submit(self.pool.answers, list(requests), config_of, version=version, unit=self.args.num_generations,
-                                      seconds=_limit(self.args.rollout_timeout))
-        return Pending(version=version, future=future)
+        pending.future = self._sampler.submit(
+            self.pool.answers, list(requests), config_of, version=self.version, unit=self.args.num_generations,
+            seconds=_limit(self.args.rollout_timeout), arrived=lambda first, answers: pending.pieces.put((first, answers)))
+        pending.future.add_done_callback(lambda _: pending.pieces.put(None))
+        return pending
+
+    def arrivals(self, pending: Pending) -> Iterator[tuple[int, list[Any]]]:
+        """All ranks, collective: one broadcast a piece."""
+
+        def next_piece() -> tuple[int, list[Any]]:
+            piece = pending.pieces.get()
+            if piece is None:
+                assert pending.future is not None
+                pending.future.result()  # raises: an answer is missing
+                raise RunError('The rollout servers answered less than they were asked.')
+            return piece
+
+        left = pending.count
+        while left > 0:
+            first, outputs = self._told('Sampling', next_piece)
+            left -= len(outputs)
+            yield first, outputs
 
     def finish(self, pending: Pending) -> list[Any]:
         """All ranks, collective: waits for what `start` began."""
-
-        def answers() -> list[Any]:
-            assert pending.future is not None
-            return pending.future.result()
-
-        return self._told('Sampling', answers)
+        outputs: list[Any] = [None] * pending.count
+        for first, piece in self.arrivals(pending):
+            outputs[first:first + len(piece)] = piece
+        return outputs
 
     def generate(self, requests: Sequence[Any], sampling: Sampling) -> list[Any]:
         return self.finish(self.start(requests, sampling))

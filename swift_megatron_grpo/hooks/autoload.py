@@ -9,6 +9,10 @@ imported for the first time:
   file. So the arguments are checked, and a dry run answers, before anything heavy is loaded.
 * `swift.pipelines.train.rlhf` and `swift.trainers.trainer_factory`, in every other process: loaded as they are, then handed to
   `patches.py`, so that `rlhf_main([..., '--backend', 'megatron'])` in a program of the user's own finds us too.
+* `swift.ui.llm_grpo.llm_grpo`, which is a tab of `swift web-ui`: the same, for the tab's Megatron section. Before, at `swift.ui`, a gradio that is
+  missing is named with the way to get it.
+* `swift.arguments.deploy_args` and `swift.pipelines.infer.rollout`: loaded as they are; where this machine needs the CPU platform, `swift
+  rollout` is then told how vLLM's CPU build is used. Elsewhere nothing happens.
 
 An error in here is reported once on stderr and the import goes on as if we were not installed.
 """
@@ -16,9 +20,13 @@ An error in here is reported once on stderr and the import goes on as if we were
 import sys
 
 _STAND_INS = ('swift.cli.main', 'swift.pipelines')
+_PAGE = 'swift.ui'
 _AFTER_IMPORT = {
     'swift.pipelines.train.rlhf': 'after_rlhf',
     'swift.trainers.trainer_factory': 'after_trainer_factory',
+    'swift.ui.llm_grpo.llm_grpo': 'after_llm_grpo',
+    'swift.arguments.deploy_args': 'after_deploy_args',
+    'swift.pipelines.infer.rollout': 'after_rollout',
 }
 
 
@@ -32,12 +40,15 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if not name.startswith('swift') or self.busy:
             return None
-        if name != 'swift' and name not in _AFTER_IMPORT and not (self.light and name in _STAND_INS):
+        if name not in ('swift', _PAGE) and name not in _AFTER_IMPORT and not (self.light and name in _STAND_INS):
             return None
         self.busy = True
         try:
             from swift_megatron_grpo.hooks import importing
 
+            if name == _PAGE:
+                importing.say_what_the_page_needs()
+                return None
             if name == 'swift':
                 spec = importing.light_swift()
                 self.light = spec is not None

@@ -12,9 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swift_megatron_grpo.errors import RunError, UserError
 from swift_megatron_grpo.hooks import command_line, launch
+
+if TYPE_CHECKING:
+    from swift_megatron_grpo.args import Plan
 
 WORKER = Path(__file__).with_name('worker.py')
 EXIT_USER_ERROR = 2
@@ -29,7 +33,7 @@ def run_command(argv: Sequence[str]) -> int:
         return 0
     try:
         arguments, environ = _expand(argv)
-        plan = _resolve(arguments, environ)
+        plan = resolve_ours(arguments, environ)
     except UserError as error:
         print(f'error: {error}', file=sys.stderr)
         return EXIT_USER_ERROR
@@ -55,7 +59,7 @@ def become_worker(argv: Sequence[str]) -> None:
         sys.exit(0)
     try:
         arguments, environ = _expand(argv)
-        plan = _resolve(arguments, environ)
+        plan = resolve_ours(arguments, environ)
         problem = None
     except UserError as error:
         plan, problem = None, error
@@ -82,7 +86,7 @@ def run_from_program(argv: Sequence[str]) -> None:
     torchrun). Raises UserError for wrong input and RunError when the worker fails.
     """
     arguments, environ = _expand(argv)
-    plan = _resolve(arguments, environ)
+    plan = resolve_ours(arguments, environ)
     if plan.dry_run:
         if _answer_dry_run(plan):
             raise UserError('\n'.join(plan.errors))
@@ -134,7 +138,8 @@ def _expand(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return arguments, {**os.environ, **added}
 
 
-def _resolve(arguments: list[str], environ: dict[str, str]):
+def resolve_ours(arguments: list[str], environ: dict[str, str]) -> 'Plan':
+    """The plan of arguments that ask for our backend. Raises UserError for a backend that nobody has; the rest stands in the plan."""
     backend = command_line.asked_backend(arguments)
     if backend != 'megatron':
         raise UserError(

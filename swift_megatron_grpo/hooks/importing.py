@@ -89,3 +89,12 @@ def with_callback(name: str, path, target, callback: str) -> ModuleSpec | None:
 
     spec.loader = _CallbackLoader(spec.loader, after)
     return spec
+
+
+def say_what_the_page_needs() -> None:
+    """`swift web-ui` is about to import gradio: where it is missing or does not fit, how to get the one that does."""
+    from swift_megatron_grpo.args import doctor
+
+    line = doctor.web_ui(doctor.installed_version)
+    if not line.startswith('  ok'):
+        print(f'swift-megatron-grpo: {" ".join(line.split()[1:])}', file=sys.stderr)

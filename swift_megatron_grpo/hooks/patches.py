@@ -61,6 +61,31 @@ def after_trainer_factory(module: ModuleType) -> None:
     register_trainer(module.TrainerFactory)
 
 
+def after_llm_grpo(module: ModuleType) -> None:
+    """swift.ui.llm_grpo.llm_grpo has been imported, by `swift web-ui`: its page gets the Megatron section."""
+    from swift_megatron_grpo.hooks.web_ui.patches import REGISTRY as PAGE
+
+    PAGE.apply()
+
+
+def after_deploy_args(module: ModuleType) -> None:
+    """swift.arguments.deploy_args has been imported: `swift rollout` counts devices before vLLM loads plugins."""
+    from swift_megatron_grpo import cpu
+
+    if cpu.is_needed():
+        from swift_megatron_grpo.cpu import vllm_plugin
+
+        vllm_plugin.after_deploy_args(module)
+
+
+def after_rollout(module: ModuleType) -> None:
+    """swift.pipelines.infer.rollout has been imported: this process is a rollout server, or one of its engines."""
+    from swift_megatron_grpo import cpu
+
+    if cpu.is_needed():
+        cpu.set_environment('VLLM_')
+
+
 def register_trainer(factory) -> None:
     """Name our trainer and its arguments in ms-swift's TrainerFactory, by dotted path, so that nothing is imported."""
     factory.TRAINER_MAPPING.setdefault(TRAINER_NAME, TRAINER_PATH)

@@ -11,6 +11,7 @@ import torch
 from collections.abc import Sequence
 
 from swift_megatron_grpo.errors import RunError, UserError
+from .loss_config import LossConfig
 from .segments import segment_sum
 
 ESTIMATORS = ('grpo', 'rloo', 'reinforce_plus_plus')
@@ -163,6 +164,26 @@ def token_advantages(advantages_S: torch.Tensor,
         return advantages_K
     assert old_logprobs_K is not None, 'a teacher needs old_logprobs_K'
     return advantages_K + teacher_kl_coef * (teacher_logprobs_K - old_logprobs_K)
+
+
+def rlsd_advantages(config: LossConfig, advantages_S: torch.Tensor, sequence_of_token_K: torch.Tensor, *, teacher_logprobs_K: torch.Tensor,
+                    old_logprobs_K: torch.Tensor, update: int) -> torch.Tensor:
+    """Advantage of each token, float32 [K], by self-distilled RLVR (RLSD, arXiv 2604.03128).
+
+    A * ((1 - lambda) + lambda * clip(exp(sign(A) * d), 1 - range, 1 + range)) with d = teacher - old log-probability: where the teacher, who has
+    seen the answer, agrees with the reward, the token counts for more. The sign never changes.
+
+    Args:
+        update: optimizer steps before this generation; lambda follows it (`LossConfig.rlsd_lambda_at`).
+    """
+    advantages_K = advantages_S[sequence_of_token_K]
+    weight_K = torch.exp(torch.sign(advantages_K) * (teacher_logprobs_K - old_logprobs_K))
+    weight_K = torch.clamp(weight_K, min=1.0 - config.rlsd_reweight_clip_range, max=1.0 + config.rlsd_reweight_clip_range)
+    share = config.rlsd_lambda_at(update)
+    scale_K = (1.0 - share) + share * weight_K
+    if config.rlsd_negative_only:
+        scale_K = torch.where(advantages_K < 0, scale_K, torch.ones_like(scale_K))
+    return advantages_K * scale_K
 
 
 def teacher_kl(teacher_logprobs_K: torch.Tensor, old_logprobs_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,11 @@ Three decisions, in this order:
 from __future__ import annotations
 
 import torch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from swift.megatron.utils import get_padding_to
 from swift.rl_core.data import GRPOSample
+from swift.rlhf_trainers.gkd_helpers import encode_teacher_view
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 from typing import Any
@@ -77,18 +78,21 @@ class BatchBuilder:
         self.topology = topology
         self.device = device
 
-    def build(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample], num_steps: int) -> list[StepBatch]:
+    def build(self, rollouts: Sequence[Rollout], samples: dict[int, Any], num_steps: int, *,
+              encode: Callable[[Rollout, Any], EncodedRollout] | None = None) -> list[StepBatch]:
         """All ranks, collective.
 
         Args:
             rollouts: all N of the generation, in canonical order, equal on every rank.
             samples: rollout index -> sample with its data set row; every rank can build them, those of its own index are used.
             num_steps: optimizer steps of the generation; each trains N / num_steps rollouts in canonical order.
+            encode: (rollout, its entry of `samples`) -> what the model reads; default `encode`. With `encode_for_teacher` the tokens have the same
+                place in the table.
         """
         steps = [rollouts[i * len(rollouts) // num_steps:(i + 1) * len(rollouts) // num_steps] for i in range(num_steps)]
         owners = [self._assign(step) for step in steps]
         mine = [[step[i] for i in owner[self.topology.dp_rank]] for step, owner in zip(steps, owners)]
-        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples)
+        encoded = self._encode_shared([rollout for step in mine for rollout in step], samples, encode or self.encode)
         lengths = self._completion_lengths(rollouts, encoded)
         bins = self._bins(mine, encoded)
         return [
@@ -109,23 +113,15 @@ class BatchBuilder:
 
     # -- encoding --------------------------------------------------------------------------------------------------------------------------
 
-    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, GRPOSample]) -> dict[int, EncodedRollout]:
+    def _encode_shared(self, rollouts: Sequence[Rollout], samples: dict[int, Any],
+                       encode: Callable[[Rollout, Any], EncodedRollout]) -> dict[int, EncodedRollout]:
         rank, size = self.topology.model_rank, len(self.topology.model_ranks)
 
         def encode_mine() -> list[EncodedRollout]:
-            return [self._encode_named(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
+            return [_named(encode, rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
 
         parts = agree('Encoding of rollouts', encode_mine, self.topology.model_group)
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
-
-    def _encode_named(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
-        try:
-            return self.encode(rollout, sample)
-        except RunError:
-            raise
-        except Exception as error:  # an image that is gone, for instance
-            raise RunError(f'Rollout {rollout.index} of data set row {rollout.dataset_index}{media_names(vars(sample))} cannot be encoded: '
-                           f'{type(error).__name__}: {error}') from error
 
     def encode(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
         """One rollout through ms-swift's `encode_sample`. The prompt is what the engine saw: with truncation_strategy left its last max_length
@@ -136,6 +132,23 @@ class BatchBuilder:
             num_prompt_tokens = next((i for i, label in enumerate(encoded['labels']) if label != -100), 0)
             if num_prompt_tokens > limit:
                 encoded = self._encode_within(limit + len(encoded['input_ids']) - num_prompt_tokens, sample)
+        return self._encoded(rollout, encoded)
+
+    def encode_for_teacher(self, rollout: Rollout, sample: GRPOSample) -> EncodedRollout:
+        """The answer after the teacher's prompt, which is not cut; after the policy's where the sample has no other (ms-swift's
+        `encode_teacher_view`)."""
+        return self._encoded(rollout, self._encode_within(None, sample, encode_teacher_view if sample.teacher_messages is not None else encode_sample))
+
+    def encode_expert(self, rollout: Rollout, row: dict[str, Any]) -> EncodedRollout:
+        """A row of `--chord_sft_dataset` with its answer, within max_length by the template's own rule."""
+        try:
+            encoded = self.template.encode(row, return_length=True)
+        except Exception as error:  # whatever stands in the way of encoding
+            raise RunError(f'--chord_sft_dataset: row {rollout.dataset_index} cannot be encoded ({type(error).__name__}: {error}). Take it out, raise '
+                           '--max_length, or use --truncation_strategy left.') from error
+        return self._encoded(rollout, encoded)
+
+    def _encoded(self, rollout: Rollout, encoded: dict[str, Any]) -> EncodedRollout:
         encoded.pop('_extra_kwargs', None)
         encoded['input_ids'] = list(encoded['input_ids'])
         encoded['labels'] = list(encoded['labels'])
@@ -144,13 +157,14 @@ class BatchBuilder:
         self._check_rollout_logprobs(rollout, len(positions))
         return EncodedRollout(rollout_index=rollout.index, inputs=encoded, token_positions=positions)
 
-    def _encode_within(self, limit: int | None, sample: GRPOSample) -> dict[str, Any]:
+    def _encode_within(self, limit: int | None, sample: GRPOSample,
+                       encode: Callable[[GRPOSample, Template], dict[str, Any]] = encode_sample) -> dict[str, Any]:
         configured, self.template.max_length = self.template.max_length, limit
         if sample.response_token_ids:
             # In a conversation ms-swift's template gives loss to the end marks that it puts after a truncated turn. They were not sampled.
             self.template._add_dynamic_eos = lambda *args, **kwargs: None
         try:
-            return encode_sample(sample, self.template)
+            return encode(sample, self.template)
         finally:
             self.template.max_length = configured
             vars(self.template).pop('_add_dynamic_eos', None)
@@ -277,6 +291,18 @@ class BatchBuilder:
             offset += round_up(row.length, multiple)
         assert placed is not None
         return placed
+
+
+def _named(encode: Callable[[Rollout, Any], EncodedRollout], rollout: Rollout, sample: Any) -> EncodedRollout:
+    """`encode(rollout, sample)`; what stands in its way is raised with the rollout's name."""
+    try:
+        return encode(rollout, sample)
+    except RunError:
+        raise
+    except Exception as error:  # an image that is gone, for instance
+        media = media_names(sample if isinstance(sample, dict) else vars(sample))
+        raise RunError(f'Rollout {rollout.index} of data set row {rollout.dataset_index}{media} cannot be encoded: '
+                       f'{type(error).__name__}: {error}') from error
 
 
 def rollout_routes(rollout: Rollout, num_tokens: int) -> torch.Tensor:

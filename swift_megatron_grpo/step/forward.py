@@ -181,7 +181,7 @@ class PolicyForward:
             hidden[positions_C],
             targets_C,
             vocab_share=share,
-            temperature=self.temperature,
+            temperature=self.temperature if micro_batch.temperature is None else micro_batch.temperature,
             vocab_start=tp_rank * share,
             vocab_size=vocab_size,
             group=self.topology.tp_group if self.topology.tp_size > 1 else None,

@@ -29,7 +29,7 @@ from .prompts import Prompt
 from .rollout import ScoredRollouts
 
 FORMAT = 1
-_COLUMNS = ('images', 'videos', 'audios', 'tools', 'objects')
+_COLUMNS = ('images', 'videos', 'audios', 'tools', 'objects', 'teacher_prompt', 'teacher_images')
 _FIELDS = ('index', 'prompt_index', 'dataset_index', 'response_token_ids', 'response_loss_mask', 'rollout_logprobs', 'finish_reason', 'messages',
            'num_prompt_tokens', 'rollout_infos', 'media', 'policy_version')
 

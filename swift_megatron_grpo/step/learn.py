@@ -13,7 +13,7 @@ from ..parallel import Topology
 from ..reference import Reference
 from ..teacher import LocalTeacher, ServerTeacher
 from ..types import LossInputs, MicroBatch, Sums, TokenTable
-from .advantage import group_advantages, reward_metrics, sequence_kl, teacher_kl, token_advantages
+from .advantage import group_advantages, reward_metrics, rlsd_advantages, sequence_kl, teacher_kl, token_advantages
 from .batch import StepBatch
 from .coupled import Coupled, couple, needs_step_pass
 from .forward import PolicyForward, collect_logprobs
@@ -21,7 +21,7 @@ from .loss import policy_loss
 from .loss_config import LossConfig
 from .nonfinite import Trace, poison
 from .rollout import ScoredRollouts
-from .weights import token_weights
+from .weights import distillation_weights, token_weights
 
 
 def loss_config(args: Any) -> LossConfig:
@@ -38,14 +38,14 @@ class Learner:
         args: the run's arguments.
         forward: the policy's forward.
         reference: None at beta 0.
-        teacher: None without distillation.
+        teacher: says for each generation whether it teaches.
         topology: this rank's place.
         device: the rank's device.
         reward_names, reward_weights: of the F columns.
     """
 
     def __init__(self, args: Any, forward: PolicyForward, reference: Reference | None,
-                 teacher: LocalTeacher | ServerTeacher | None, topology: Topology, device: torch.device, reward_names: Sequence[str],
+                 teacher: LocalTeacher | ServerTeacher, topology: Topology, device: torch.device, reward_names: Sequence[str],
                  reward_weights: torch.Tensor):
         self.args = args
         self.config = loss_config(args)
@@ -61,16 +61,16 @@ class Learner:
 
     # -- once a generation -----------------------------------------------------------------------------------------------------------------
 
-    @property
-    def needs_old_pass(self) -> bool:
+    def needs_old_pass(self, has_teacher: bool) -> bool:
         """On-policy, one optimizer step a generation: the old log-probabilities are the training forward's own, detached."""
         args = self.args
-        return args.steps_per_generation * args.num_iterations > 1 or (args.kl_in_reward and args.beta != 0.0) or self.config.has_teacher
+        return args.steps_per_generation * args.num_iterations > 1 or (args.kl_in_reward and args.beta != 0.0) or has_teacher
 
     def add_logprobs(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> None:
         """old_logprobs_K, ref_logprobs_K and teacher_logprobs_K where they are needed. All ranks, collective: one forward-only run of the
         schedule for each."""
-        if self.needs_old_pass:
+        has_teacher = self.teacher.teaches(scored)
+        if self.needs_old_pass(has_teacher):
             with self.forward.routes.record() if self.forward.routes is not None else contextlib.nullcontext():
                 old = collect_logprobs(self.forward, steps, self.device)
             if self.forward.routes is not None and self.forward.routes.mode == 'R2':
@@ -81,14 +81,17 @@ class Learner:
         if self.reference is not None:
             for step, logprobs_K in zip(steps, self.reference.logprobs(steps)):
                 step.table.ref_logprobs_K = logprobs_K
-        if self.teacher is not None:
+        if has_teacher:
             for step, logprobs_K in zip(steps, self.teacher.logprobs(steps, scored)):
                 step.table.teacher_logprobs_K = logprobs_K
 
-    def add_advantages(self, steps: Sequence[StepBatch], scored: ScoredRollouts) -> dict[str, float]:
+    def add_advantages(self, steps: Sequence[StepBatch], scored: ScoredRollouts, *, update: int) -> dict[str, float]:
         """advantages_K and weights_K of every step; returns the reward metrics under ms-swift's names.
 
         All ranks; collectives over the data-parallel group only with kl_in_reward and with a teacher. Groups are those of the prompt, by id.
+
+        Args:
+            update: optimizer steps before the generation.
         """
         args = self.args
         kl_N = self._kl_of_rollouts(steps, len(scored.rollouts)) if args.kl_in_reward and args.beta != 0.0 else None
@@ -106,18 +109,25 @@ class Learner:
         for step in steps:
             table = step.table
             advantages_S = advantages_N.to(self.device, torch.float32)[table.rollout_indices_S]
-            table.advantages_K = self._token_advantages(advantages_S, table, distance)
+            table.advantages_K = self._token_advantages(advantages_S, table, distance, update)
             table.weights_K = token_weights(
                 self.config.loss_type,
                 lengths_S=table.lengths_S,
                 truncated_S=table.truncated_S,
                 overlong_filter=args.overlong_filter,
                 max_completion_length=args.max_completion_length)
+            if self.config.sdar_loss_coef > 0 and table.teacher_logprobs_K is not None:
+                table.distillation_weights_K = distillation_weights(table.lengths_S, table.truncated_S, overlong_filter=args.overlong_filter)
         self.last_advantages_N = advantages_N
         metrics = reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, args.scale_rewards)
         if kl_N is not None:
             metrics['kl'] = float(kl_N.mean())
         metrics.update(to_logs(distance))
+        if any(step.table.teacher_logprobs_K is not None for step in steps):
+            if self.config.advantage_reweight == 'rlsd':
+                metrics['rlsd_lambda'] = self.config.rlsd_lambda_at(update)
+            if self.config.sdar_loss_coef > 0:
+                metrics['sdar/coef'] = self.config.sdar_loss_coef
         return metrics
 
     def reward_metrics(self, scored: ScoredRollouts) -> dict[str, float]:
@@ -126,12 +136,17 @@ class Learner:
         rewards_N = (scored.rewards_NF * self.reward_weights).nansum(dim=1)
         return reward_metrics(rewards_N, scored.rewards_NF, self.reward_names, groups_N, self.args.scale_rewards)
 
-    def _token_advantages(self, advantages_S: torch.Tensor, table: TokenTable, kl: Sums) -> torch.Tensor:
+    def _token_advantages(self, advantages_S: torch.Tensor, table: TokenTable, kl: Sums, update: int) -> torch.Tensor:
         """advantages_K of one step, whole on every rank; adds the step's distance from the teacher to `kl`."""
-        if self.teacher is None:
+        if table.teacher_logprobs_K is None:
             return token_advantages(advantages_S, table.sequence_of_token_K)
         teacher_K, old_K = self._whole(table.teacher_logprobs_K), self._whole(table.old_logprobs_K)
         kl.add('teacher_kl', *teacher_kl(teacher_K, old_K))
+        if self.config.advantage_reweight == 'rlsd':
+            return rlsd_advantages(self.config, advantages_S, table.sequence_of_token_K, teacher_logprobs_K=teacher_K, old_logprobs_K=old_K,
+                                   update=update)
+        if self.config.sdar_loss_coef > 0:  # the teacher speaks in the loss
+            return token_advantages(advantages_S, table.sequence_of_token_K)
         return token_advantages(advantages_S, table.sequence_of_token_K, teacher_logprobs_K=teacher_K, old_logprobs_K=old_K,
                                 teacher_kl_coef=self.args.teacher_kl_coef)
 
@@ -156,13 +171,15 @@ class Learner:
 
     # -- once an optimizer step ------------------------------------------------------------------------------------------------------------
 
-    def gradients(self, step: StepBatch, *, update: int, on_policy: bool) -> Sums:
+    def gradients(self, step: StepBatch, *, update: int, on_policy: bool, experts: StepBatch | None = None, expert_share: float = 0.0) -> Sums:
         """Forward and backward of one optimizer step. All ranks, collective.
 
         Args:
             step: its micro-batches and table.
             update: number of the optimizer step in the run; seeds what is drawn at random.
             on_policy: the weights are those that `old` stands for: no importance ratio differs from 1.
+            experts: expert answers of this step (step/expert.py), or None.
+            expert_share: of their loss in the whole, mu.
 
         Returns:
             Metrics of the whole step on the last pipeline stage (empty elsewhere), reduced by one collective.
@@ -171,22 +188,41 @@ class Learner:
         parts: list[Sums] = []
         self.trace = Trace(step.table)
 
+        of_experts = {id(micro_batch) for micro_batch in experts.micro_batches} if experts is not None else set()
+
         def consume(micro_batch: MicroBatch, logprobs_C: torch.Tensor, entropies_C: torch.Tensor) -> torch.Tensor:
-            inputs = self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C)
-            self.trace.add(micro_batch, inputs)
-            loss, sums = policy_loss(self.config, inputs)
+            if id(micro_batch) in of_experts:
+                loss, sums = self._expert_loss(micro_batch, experts.table, logprobs_C)
+                loss = loss * expert_share
+            else:
+                inputs = self._inputs(micro_batch, step.table, coupled, logprobs_C, entropies_C)
+                self.trace.add(micro_batch, inputs)
+                loss, sums = policy_loss(self.config, inputs)
+                loss = loss * (1.0 - expert_share) if of_experts else loss
             one = loss.new_ones(()) if not parts and self.topology.dp_rank == 0 else loss.new_zeros(())
             sums.add('loss', loss.detach(), one)  # losses add up over micro-batches and ranks; one count in the whole step
             parts.append(sums)
             return poison(loss)
 
-        self.forward.run(step.micro_batches, consume, forward_only=False)
+        micro_batches = step.micro_batches if experts is None else [*step.micro_batches, *experts.micro_batches]
+        self.forward.run(micro_batches, consume, forward_only=False)
         if not self.topology.is_last_stage:
             return Sums()
         reduced = reduce_once(merge(parts), self.topology.dp_group)
         for name, value in coupled.metrics.items():
             reduced.add(name, value.double(), torch.ones_like(value, dtype=torch.float64))
         return reduced
+
+    def _expert_loss(self, micro_batch: MicroBatch, table: TokenTable, logprobs_C: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        """This micro-batch's part of the mean over the expert tokens of -phi log p, 0-dim."""
+        index_C = micro_batch.token_index_C.to(logprobs_C.device)
+        loss_C = -logprobs_C
+        if self.args.chord_enable_phi_function:
+            probabilities_C = torch.exp(logprobs_C.detach())
+            loss_C = loss_C * probabilities_C * (1.0 - probabilities_C)
+        sums = Sums()
+        sums.add('chord/sft_loss', loss_C.detach().sum(), torch.ones_like(loss_C).sum())
+        return (loss_C * table.weights_K[index_C]).sum(), sums
 
     def _couple(self, step: StepBatch, update: int, needs_pass: bool) -> Coupled:
         """What couples the sequences of the step (entropy quantile, REAL, covariances), from numbers of the whole step at the current
@@ -225,4 +261,6 @@ class Learner:
             keep_C=rows(coupled.keep_K),
             coefficient_C=rows(coupled.coefficient_K),
             coupled_loss=coupled.coupled_loss,
+            teacher_logprobs_C=rows(table.teacher_logprobs_K),
+            distillation_weights_C=rows(table.distillation_weights_K),
         )

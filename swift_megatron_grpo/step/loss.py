@@ -230,6 +230,8 @@ def policy_loss(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, S
     if rollout_weights_C is not None and not loss.couples_groups:
         objective_C = objective_C * rollout_weights_C
     total = torch.where(terms.counted_C, objective_C * inputs.weights_C + coupled_C, torch.zeros_like(objective_C)).sum()
+    if config.sdar_loss_coef > 0 and inputs.teacher_logprobs_C is not None:
+        total = total + config.sdar_loss_coef * distillation(config, terms, inputs, sums)
     with torch.no_grad():
         if kl_C is not None:
             sums.add('kl', (kl_C * terms.counted_C).sum(), terms.counted_C.sum().float())
@@ -237,6 +239,22 @@ def policy_loss(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, S
         if config.log_entropy:
             _add_entropy_metrics(inputs, sums)
     return total, sums
+
+
+def distillation(config: LossConfig, terms: LossTerms, inputs: LossInputs, sums: Sums) -> torch.Tensor:
+    """Token mean of sigmoid(beta d) d with d = teacher - new log-probability, the gate without gradient (SDAR, arXiv 2605.15155). 0-dim.
+
+    A token of which the teacher is surer than the policy is pulled up; where it is less sure the gate closes.
+    """
+    gap_C = torch.where(terms.mask_C, inputs.teacher_logprobs_C - terms.new_logprobs_C, torch.zeros_like(terms.new_logprobs_C))
+    gate_C = torch.sigmoid(config.sdar_gate_beta * gap_C.detach())
+    loss = (gate_C * gap_C * inputs.distillation_weights_C).sum()
+    with torch.no_grad():
+        count = terms.mask_C.sum().float()
+        for name, values_C in (('gate_mean', gate_C), ('gate_active_ratio', (gate_C > 0.5).float()), ('teacher_gap_mean', gap_C),
+                               ('loss', gate_C * gap_C)):
+            sums.add(f'sdar/{name}', (values_C * terms.mask_C).sum(), count)
+    return loss
 
 
 def make_terms(config: LossConfig, inputs: LossInputs) -> LossTerms:

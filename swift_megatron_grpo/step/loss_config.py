@@ -42,6 +42,14 @@ class LossConfig:
     log_rollout_offpolicy_metrics: bool = False
     off_policy_sequence_mask_delta: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556
     has_teacher: bool = False  # advantages carry a teacher's log-ratio and differ from token to token
+    advantage_reweight: str | None = None  # rlsd: a teacher's log-ratio scales the advantage of each token (arXiv 2604.03128)
+    rlsd_lambda: float = 0.5  # rlsd: 0 is the plain advantage, 1 the scaled one
+    rlsd_reweight_clip_range: float = 0.2  # rlsd: the scale lies in [1 - range, 1 + range]
+    rlsd_lambda_warmup_steps: int = 0  # rlsd: optimizer steps in which rlsd_lambda grows from 0
+    rlsd_lambda_decay_steps: int = 0  # rlsd: optimizer steps after that in which it falls to 0; 0: it does not
+    rlsd_negative_only: bool = False  # rlsd: only sequences with a negative advantage
+    sdar_loss_coef: float = 0.0  # weight of the distillation term of SDAR (arXiv 2605.15155)
+    sdar_gate_beta: float = 5.0  # sdar: sharpness of its gate
     # beyond ms-swift
     dual_clip: float | None = None  # for negative advantages the gain is at least dual_clip * advantage (arXiv 1912.09729)
     kl_cov_ratio: float | None = None  # share of tokens, by covariance from the top, that get a KL penalty (arXiv 2505.22617)
@@ -74,6 +82,14 @@ class LossConfig:
     def needs_entropy(self) -> bool:
         return self.log_entropy or self.top_entropy_quantile < 1.0
 
+    def rlsd_lambda_at(self, update: int) -> float:
+        """rlsd_lambda for a generation that is sampled after `update` optimizer steps."""
+        if update < self.rlsd_lambda_warmup_steps:
+            return self.rlsd_lambda * update / self.rlsd_lambda_warmup_steps
+        if self.rlsd_lambda_decay_steps > 0:
+            return self.rlsd_lambda * max(1.0 - (update - self.rlsd_lambda_warmup_steps) / self.rlsd_lambda_decay_steps, 0.0)
+        return self.rlsd_lambda
+
     def without_effect(self) -> list[str]:
         """Names of fields that differ from their default and cannot act with this loss. Empty for a user's own loss."""
         inert = {
@@ -92,11 +108,16 @@ class LossConfig:
             value = self.__dict__[name]
             if value not in allowed:
                 raise UserError(f'{name} is {value!r}; it must be one of {", ".join(str(a) for a in allowed)}.')
-        for name in ('epsilon', 'epsilon_high', 'delta', 'fipo_clip_range', 'clip_cov_low', 'clip_cov_high', 'kl_cov_coef'):
+        for name in ('epsilon', 'epsilon_high', 'delta', 'fipo_clip_range', 'clip_cov_low', 'clip_cov_high', 'kl_cov_coef',
+                     'rlsd_reweight_clip_range', 'rlsd_lambda_warmup_steps', 'rlsd_lambda_decay_steps', 'sdar_loss_coef'):
             value = self.__dict__[name]
             if value is not None and value < 0:
                 raise UserError(f'{name} is {value}; it must not be negative.')
-        for name in ('tau_pos', 'tau_neg', 'real_tau', 'fipo_decay_rate', 'rollout_importance_sampling_threshold'):
+        if self.advantage_reweight not in (None, 'rlsd'):
+            raise UserError(f'advantage_reweight is {self.advantage_reweight!r}; it must be rlsd, or left out.')
+        if not 0 <= self.rlsd_lambda <= 1:
+            raise UserError(f'rlsd_lambda is {self.rlsd_lambda}; it mixes two advantages and lies from 0 to 1.')
+        for name in ('tau_pos', 'tau_neg', 'real_tau', 'fipo_decay_rate', 'rollout_importance_sampling_threshold', 'sdar_gate_beta'):
             if self.__dict__[name] <= 0:
                 raise UserError(f'{name} is {self.__dict__[name]}; it must be above 0.')
         for name in ('kl_cov_ratio', 'clip_cov_ratio'):
@@ -111,11 +132,21 @@ class LossConfig:
         if self.clip_cov_low >= self.clip_cov_high:
             raise UserError(f'clip_cov_low ({self.clip_cov_low}) must be below clip_cov_high ({self.clip_cov_high}).')
 
+    @property
+    def needs_one_advantage_a_sequence(self) -> bool:
+        return self.loss_type in ('real', 'fipo') or self.off_policy_sequence_mask_delta is not None
+
     def _check_pairs(self):
-        if self.has_teacher and (self.loss_type in ('real', 'fipo') or self.off_policy_sequence_mask_delta is not None):
+        if self.has_teacher and self.needs_one_advantage_a_sequence:
             raise UserError(f'A teacher makes the advantage differ from token to token; loss_type {self.loss_type!r} with '
                             f'off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta} needs one advantage a sequence. '
                             'Use loss_type grpo, bnpo, dr_grpo, dapo, cispo or sapo without that mask, or leave the teacher out.')
+        if self.advantage_reweight is not None and self.needs_one_advantage_a_sequence:
+            raise UserError(f'advantage_reweight {self.advantage_reweight} makes the advantage differ from token to token; loss_type '
+                            f'{self.loss_type!r} with off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta} needs one a sequence.')
+        if self.advantage_reweight is not None and self.sdar_loss_coef > 0:
+            raise UserError(f'advantage_reweight {self.advantage_reweight} and sdar_loss_coef {self.sdar_loss_coef} are two uses of one teacher. '
+                            'Give one of them.')
         if self.loss_type == 'luspo' and self.importance_sampling_level == 'token':
             raise UserError('luspo weighs a sequence-level ratio by the length: it needs --importance_sampling_level sequence '
                             '(or sequence_token), and got token, the default.')

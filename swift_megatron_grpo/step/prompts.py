@@ -5,7 +5,6 @@ exactly the prompts that the undisturbed run would have got.
 """
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class PromptSource:
     def generations_per_epoch(self) -> int:
         return len(self.dataset) // self.prompts_per_generation
 
-    def epoch_of(self, generation: int) -> float:
+    def epoch_of(self, generation: int) -> float | None:
         return generation / self.generations_per_epoch
 
     def take(self, generation: int) -> list[Prompt]:
@@ -98,7 +97,11 @@ class PromptSource:
 
 
 class StreamingPromptSource:
-    """Prompts from an iterable data set, in its own order. Resuming reads past what was used."""
+    """Prompts from an iterable data set, in its own order.
+
+    A generation takes the next rows, and more of them where some are replaced: where it begins depends on what the earlier ones took. A resumed run
+    is told (`go_on`) and reads past what was used.
+    """
 
     def __init__(self, dataset: Iterable[dict[str, Any]], prompts_per_generation: int):
         self.dataset = dataset
@@ -106,9 +109,20 @@ class StreamingPromptSource:
         self._iterator = self._cycle()
         self._position = 0
         self._next_generation = 0
+        self._starts: dict[int, int] = {}
 
-    def epoch_of(self, generation: int) -> float:
-        return math.nan
+    def epoch_of(self, generation: int) -> float | None:
+        return None
+
+    def start_of(self, generation: int) -> int:
+        """Rows that are read before those of `generation`: it is the next one, or was taken already."""
+        return self._starts.get(generation, self._position)
+
+    def go_on(self, generation: int, start: int) -> None:
+        """Makes `generation` the next one, at row `start`. Once, on a new source."""
+        for _ in range(start):
+            self._one()
+        self._next_generation = generation
 
     def _cycle(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -120,10 +134,10 @@ class StreamingPromptSource:
                 raise UserError('The streaming data set is empty.')
 
     def take(self, generation: int) -> list[Prompt]:
-        while self._next_generation < generation:
-            self._read()
-        assert self._next_generation == generation, 'a stream cannot go back'
-        return self._read()
+        assert self._next_generation == generation, 'a stream is read in order'
+        self._starts[generation] = self._position
+        self._next_generation += 1
+        return [self._one() for _ in range(self.prompts_per_generation)]
 
     def replacements(self, generation: int, used: Iterable[int]) -> Iterator[Prompt]:
         while True:
@@ -132,7 +146,3 @@ class StreamingPromptSource:
     def _one(self) -> Prompt:
         self._position += 1
         return Prompt(dataset_index=self._position - 1, row=next(self._iterator))
-
-    def _read(self) -> list[Prompt]:
-        self._next_generation += 1
-        return [self._one() for _ in range(self.prompts_per_generation)]

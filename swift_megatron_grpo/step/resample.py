@@ -73,7 +73,7 @@ class Sampler:
     def prompts(self, source: Source, generation: int) -> list[Prompt]:
         """The prompts that the first sampling round of a generation takes. All ranks, collective."""
         prompts = source.take(generation)
-        refuse_own_prompts(prompts)
+        refuse_own_prompts(self.args, ((prompt.dataset_index, prompt.row) for prompt in prompts))
         others = source.replacements(generation, {prompt.dataset_index for prompt in prompts})
         prompts, num_replaced = self._encodable(prompts, others)
         self._open[generation] = (others, num_replaced)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import time
 import torch
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from ..parallel import Topology, agree, contiguous_share, share_of_groups
 from ..residency import Residency, Stage
 from ..types import Rollout
 from .prompts import Prompt, media_names
-from .reward import Rewarder
+from .reward import GroupScores, Rewarder, Stopwatch
 from .turns import Turns
 
 _SEED_STRIDE = 1_000_003
@@ -68,7 +69,11 @@ class Phase:
     part: range
     requests: list[Any] = field(default_factory=list)
     pending: Any = None
-    outputs: list[Any] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)  # of this rank's part, by rollout
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    settled: bool = False
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    scores: GroupScores | None = None  # reward_batch group
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -82,15 +87,19 @@ class RolloutStage:
         rewarder: reward functions.
         topology: this rank's place.
         residency: makes room for the engine.
+        device: this rank's, for reward functions that run beside a generation.
     """
 
-    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology, residency: Residency):
+    def __init__(self, args: Any, template: Template, engine: RolloutEngine, rewarder: Rewarder, topology: Topology, residency: Residency,
+                 device: torch.device):
         self.args = args
         self.template = template
         self.engine = engine
         self.rewarder = rewarder
         self.topology = topology
         self.residency = residency
+        self.device = device
+        self.scores_groups = args.reward_batch == 'group'
         self.turns: Turns | None = None
         if args.multi_turn_scheduler is not None and not engine.runs_turns:
             self.turns = Turns(args, template, engine)
@@ -118,30 +127,62 @@ class RolloutStage:
             version: of the weights that the engine is expected to hold.
         """
         samples_P = [self.prompt_sample(prompt) for prompt in prompts]
-        share = share_of_groups(len(prompts), num_generations, self.group.count, self.group.index)
+        share, part = self._shares(len(prompts), num_generations)
         requests = self.requests([samples_P[i // num_generations] for i in share], [f'rollout-{seed + i}' for i in share])
-        # Every rank of an engine has the outputs; each scores its part of them.
-        part = contiguous_share(len(share), self.group.size, self.group.rank)
         phase = Phase(prompts=prompts, samples_P=samples_P, num_generations=num_generations, version=version, seed=seed, share=share, part=part)
+        if self.scores_groups:
+            own = samples_P[(share.start + part.start) // num_generations:(share.start + part.stop) // num_generations]
+            phase.scores = self.rewarder.by_group(own, len(part), phase.watch, self.device)
         if self.turns is not None:
             phase.requests = requests
         else:
             phase.pending = self.engine.start(requests, self.sampling(seed + share.start))
         return phase
 
+    def _shares(self, num_prompts: int, num_generations: int) -> tuple[range, range]:
+        """Rollouts of this engine, and which of them (counted from the engine's first) this rank scores: every rank of an engine has its outputs.
+        Pure. A function that scores groups needs them whole."""
+        group = self.group
+        if not self.scores_groups:
+            share = share_of_groups(num_prompts, num_generations, group.count, group.index)
+            return share, contiguous_share(len(share), group.size, group.rank)
+        prompts = contiguous_share(num_prompts, group.count, group.index)
+        own = contiguous_share(len(prompts), group.size, group.rank)
+        return (range(prompts.start * num_generations, prompts.stop * num_generations),
+                range(own.start * num_generations, own.stop * num_generations))
+
     def settle(self, phase: Phase) -> None:
-        """Waits until everything is sampled. All ranks, collective."""
-        if phase.outputs is not None:
+        """Waits until everything is sampled. All ranks, collective. Groups that are complete are being scored from then on."""
+        if phase.settled:
             return
         start = time.perf_counter()
         self.residency.to(Stage.GENERATING)
         if self.turns is not None:
-            outputs = self.turns.run(phase.requests, phase.part, self.sampling(phase.seed + phase.share.start))
+            self._take(phase, phase.part.start, self.turns.run(phase.requests, phase.part, self.sampling(phase.seed + phase.share.start)))
         else:
-            outputs = self.engine.finish(phase.pending)
-            outputs = outputs[phase.part.start:phase.part.stop]
-        phase.outputs = outputs
+            for first, outputs in self.engine.arrivals(phase.pending):
+                self._take(phase, first, outputs)
+        phase.settled = True
         phase.seconds['generate'] = time.perf_counter() - start
+
+    def _take(self, phase: Phase, first: int, outputs: Sequence[Any]) -> None:
+        """Outputs of the engine's requests `first`, first + 1, ...; no communication."""
+        new = {number: output for number, output in enumerate(outputs, first) if number in phase.part}
+        phase.outputs.update(new)
+        if phase.scores is None:
+            return
+        size = phase.num_generations
+        for group in sorted({number // size for number in new}):  # parts are whole groups
+            members = range(group * size, (group + 1) * size)
+            if all(number in phase.outputs for number in members):
+                part = range(members.start - phase.part.start, members.stop - phase.part.start)
+                phase.scores.add(part, functools.partial(self._samples, phase, members))
+
+    def _samples(self, phase: Phase, numbers: range) -> list[GRPOSample]:
+        """What reward functions see of the engine's requests `numbers`; their rollouts are noted."""
+        for number in numbers:
+            phase.rollouts[number] = self._rollout(phase.share[number], phase, phase.outputs[number])
+        return [self._scored_sample(phase.samples_P, phase.rollouts[number]) for number in numbers]
 
     def complete(self, phase: Phase) -> ScoredRollouts:
         """All ranks, collective.
@@ -162,12 +203,15 @@ class RolloutStage:
                 except Exception:
                     self._blame_media(phase)
                     raise
-            assert phase.outputs is not None
-            rollouts = [self._rollout(phase.share[i], phase, output) for i, output in zip(phase.part, phase.outputs, strict=True)]
-            with deadline('Reward functions', self.args.reward_timeout, rank=rank, detail=lambda: self.rewarder.running):
-                scores = self.rewarder.score([self._scored_sample(phase.samples_P, rollout) for rollout in rollouts])
+            if len(phase.outputs) != len(phase.part):
+                raise RunError(f'The engine returned {len(phase.outputs)} rollouts for {len(phase.part)} requests.')
+            with deadline('Reward functions', self.args.reward_timeout, rank=rank, detail=phase.watch.running):
+                if phase.scores is not None:
+                    scores = phase.scores.result()
+                else:
+                    scores = self.rewarder.score(self._samples(phase, phase.part), phase.watch)
             phase.seconds.update({f'reward/{name}': value for name, value in scores.seconds.items()})
-            return list(zip(rollouts, scores.rewards)), phase.seconds
+            return list(zip((phase.rollouts[number] for number in phase.part), scores.rewards, strict=True)), phase.seconds
 
         try:
             parts = agree('Sampling', produce)
@@ -221,10 +265,14 @@ class RolloutStage:
         by which an environment is found again."""
         args = self.args
         include_extra = bool(args.vllm_server_pass_dataset) or args.multi_turn_scheduler is not None or bool(args.use_gym_env)
-        requests = [sample.to_infer_request(include_extra=include_extra) for sample in samples]
-        for request, name in zip(requests, names, strict=True):
-            request.messages = copy.deepcopy(request.messages)
-            request.uuid = name
+        requests: list[Any] = []
+        made: dict[int, Any] = {}  # pictures are read once a prompt
+        for sample, name in zip(samples, names, strict=True):
+            if id(sample) not in made:
+                made[id(sample)] = sample.to_infer_request(include_extra=include_extra)
+            request = made[id(sample)]
+            own = {field.name: copy.copy(getattr(request, field.name)) for field in dataclasses.fields(request)}
+            requests.append(type(request)(**{**own, 'messages': copy.deepcopy(request.messages), 'uuid': name}))
         return requests
 
     def metrics(self, scored: ScoredRollouts, policy_version: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ _NUM_TURNS = 16
 
 class Turns:
     """Args:
-        args: multi_turn_scheduler, max_turns, gym_env.
+        args: multi_turn_scheduler, max_turns, gym_env, completion_length_limit_scope.
         template: passed to the scheduler.
         engine: samples a turn.
 
@@ -33,7 +33,13 @@ class Turns:
         self.engine = engine
         self.name = args.multi_turn_scheduler
         self.max_turns = args.max_turns
+        # as in ms-swift, a server counts each round by itself
+        self.bounds_the_whole = args.completion_length_limit_scope == 'total' and args.vllm_mode != 'server'
         self.scheduler = _scheduler(args, template)
+        self.budget = args.max_completion_length
+        self.sampled: dict[str, int] = {}  # tokens of each conversation so far, without those of its environment
+        if self.bounds_the_whole:
+            self._end_when_spent()
         self.group: dist.ProcessGroup | None = None
         if engine.group.size > 1:
             self.group, _ = dist.new_subgroups(engine.group.size, backend='gloo')
@@ -56,21 +62,38 @@ class Turns:
 
     def _run(self, own: list[Any], sampling: Sampling) -> list[Any]:
         turn = 0
+        self.sampled = {request.uuid: 0 for request in own}
 
         def sample(pending: list[Any], _config: Any) -> list[Any]:
             nonlocal turn
-            parts = self._parts(list(pending))
-            everyone = [request for requests in parts for request in requests]
+            left = [self.budget - self.sampled[request.uuid] for request in pending]
+            parts = self._parts(list(zip(pending, left, strict=True)))
+            everyone = [pair for pairs in parts for pair in pairs]
             seed = sampling.seed + (turn % _NUM_TURNS) * _TURN_STRIDE
+            limits = tuple(limit for _, limit in everyone) if self.bounds_the_whole and turn else ()
             turn += 1
-            outputs = self.engine.generate(everyone, dataclasses.replace(sampling, seed=seed)) if everyone else []
-            start = sum(len(requests) for requests in parts[:self.engine.group.rank])
-            return outputs[start:start + len(pending)]
+            whole = dataclasses.replace(sampling, seed=seed, limits=limits)
+            outputs = self.engine.generate([request for request, _ in everyone], whole) if everyone else []
+            start = sum(len(pairs) for pairs in parts[:self.engine.group.rank])
+            answers = outputs[start:start + len(pending)]
+            for request, output in zip(pending, answers, strict=True):
+                self.sampled[request.uuid] += len(output.response.choices[0].token_ids)
+            return answers
 
         invoke_async_hook(self.scheduler.on_trajectory_start(own))
         return run_multi_turn(requests=own, first_turn_outputs=sample(own, None), scheduler=self.scheduler, rollout_fn=sample,
                               request_config=None, max_turns=self.max_turns,
                               gather_fn=lambda values: [value for part in self._parts(list(values)) for value in part])
+
+    def _end_when_spent(self) -> None:
+        """completion_length_limit_scope total: a conversation ends with the turn that uses its last token, whatever its scheduler says."""
+        inner = self.scheduler.on_turn_end
+
+        async def on_turn_end(request: Any, choice: Any, turn: int) -> dict[str, Any]:
+            result: dict[str, Any] = await inner(request, choice, turn) or {}
+            return {**result, 'done': True} if self.sampled[request.uuid] >= self.budget else result
+
+        self.scheduler.on_turn_end = on_turn_end
 
     def _parts(self, values: list[Any]) -> list[list[Any]]:
         """The lists of the engine's ranks."""

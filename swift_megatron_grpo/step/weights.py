@@ -15,8 +15,7 @@ def token_weights(loss_type: str,
                   lengths_S: torch.Tensor,
                   truncated_S: torch.Tensor,
                   overlong_filter: bool,
-                  max_completion_length: int,
-                  num_normalizing_tokens: int | None = None) -> torch.Tensor:
+                  max_completion_length: int) -> torch.Tensor:
     """Weight of each of the K completion tokens of one optimizer step, float32 [K], on the device of `lengths_S`.
 
     Pure, no communication; every rank that passes the same counts gets the same weights. Rules, by the loss's `weighting`:
@@ -31,14 +30,13 @@ def token_weights(loss_type: str,
 
     With `overlong_filter` the tokens of truncated sequences weigh 0. As in ms-swift's trainer, only unmasked_token_mean divides by
     less then: S counts every sequence, also empty and truncated ones, and token_mean counts tokens before the filter. Where nothing is
-    left all weights are 0, never NaN.
+    left all weights are 0, never NaN. ms-swift's trainer takes the tokens of a whole generation in token_mean, which makes the loss of each
+    of n optimizer steps a generation n times smaller; here they are those of the step.
 
     Args:
         lengths_S: int64, completion tokens of each sequence of the step; 0 is allowed.
         truncated_S: bool, sequence stopped at the length limit.
         max_completion_length: tokens; used by max_length only.
-        num_normalizing_tokens: replaces "all completion tokens of the step" in token_mean. ms-swift's trainer counts those of a whole
-            generation here, which makes the loss of each of n optimizer steps a generation n times smaller; the default does not.
 
     Example: grpo, lengths [3, 1]: [1/6, 1/6, 1/6, 1/2].
     """
@@ -57,9 +55,13 @@ def token_weights(loss_type: str,
     elif weighting == 'unmasked_token_mean':
         weights_S = ones_S / (lengths_S * unmasked_S).sum().clamp(min=1.0)
     elif weighting == 'token_mean':
-        total = lengths_S.sum() if num_normalizing_tokens is None else ones_S.new_tensor(float(num_normalizing_tokens))
-        weights_S = ones_S / total.clamp(min=1.0)
+        weights_S = ones_S / lengths_S.sum().clamp(min=1.0)
     else:
         assert weighting == 'max_length', weighting
         weights_S = ones_S / (num_sequences * max_completion_length)
     return (weights_S * unmasked_S)[sequence_of_token_K].to(torch.float32)
+
+
+def distillation_weights(lengths_S: torch.Tensor, truncated_S: torch.Tensor, *, overlong_filter: bool) -> torch.Tensor:
+    """Weight of each token in the distillation term of SDAR, float32 [K]: 1 / (unmasked tokens of the step), whatever the policy loss is."""
+    return token_weights('bnpo', lengths_S=lengths_S, truncated_S=truncated_S, overlong_filter=overlong_filter, max_completion_length=1)

@@ -48,6 +48,13 @@ SCRIPTS = [
         1,
         12,
     ),
+    (
+        'sequence parallel: two processes share a micro-batch',
+        '--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sequence_parallel_size 2 --steps_per_generation 4 '
+        '--num_generations 4 --num_train_epochs 1 --warmup_ratio 0.25',
+        4,
+        65,
+    ),
 ]
 
 # (type, lr, warmup_steps, warmup_ratio, total steps, kwargs)
@@ -75,5 +82,12 @@ SCHEDULES = [
         ('warmup_stable_decay', {'num_decay_steps': 3, 'min_lr_ratio': 0.1, 'decay_type': 'linear'}),
         ('warmup_stable_decay', {'num_decay_steps': 2, 'decay_type': '1-sqrt', 'warmup_type': 'cosine'}),
         ('warmup_stable_decay', {'num_decay_steps': 2, 'num_stable_steps': 1}),
+        (
+            'warmup_stable_decay',
+            {'num_decay_steps': 3, 'num_stable_steps': 2, 'min_lr_ratio': 0.2, 'num_cycles': 1.5, 'warmup_type': '1-sqrt'},
+        ),
+        ('cosine_with_min_lr', {'min_lr': 2e-5, 'num_cycles': 1.5}),
+        ('cosine_warmup_with_min_lr', {'min_lr': 2e-5, 'num_cycles': 1.5}),
+        ('polynomial', {'lr_end': 1e-5}),
     )
 ]

@@ -46,6 +46,18 @@ def test_each_batch_has_one_verdict_and_a_refusal_names_the_nearest_valid_values
     assert (batch(dp * model_ranks, tp=model_ranks, batch_check='exact', **given).errors == []) == exact
 
 
+def test_a_batch_in_the_names_of_swift_rlhf_is_held_to_what_the_data_path_needs():
+    given = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 4, 'num_generations': 8}
+    result = batch(8, **given)  # an ordinary script: 2 prompts a DP group, micro-batches of 4
+    assert (result.errors, result.plan.batch_check) == ([], 'exact')
+    assert 'num_prompts_per_dp_group 2 is not a whole multiple of micro_batch_size 4' in result.plan.notes[-1]
+    assert batch(8, batch_check='auto', **given).plan == result.plan
+    assert batch(8, batch_check='exact', **given).plan.notes == []  # asked for by name: nothing to say
+    assert 'documented condition' in batch(8, batch_check='documented', **given).errors[0]
+    assert 'documented condition' in batch(8, global_batch_size=128, **given).errors[0]
+    assert batch(8, per_device_train_batch_size=1, gradient_accumulation_steps=8, num_generations=8).plan.notes == []
+
+
 def test_the_nearest_valid_values_are_valid():
     for given in (
         {'global_batch_size': 256, 'num_generations': 8, 'micro_batch_size': 4},
@@ -119,10 +131,56 @@ def test_a_generation_size_is_in_completions_in_both_worlds():
 
 
 def test_sequence_parallel_of_swift_keeps_generation_size_and_optimizer_steps():
-    # swift rlhf, 8 processes, sequence_parallel_size 2: 8 x 4 completions a generation, used up in 4 x 2 micro-steps
-    result = batch(8, cp=2, ulysses=2, per_device_train_batch_size=1, gradient_accumulation_steps=4, num_generations=4)
-    assert (result.plan.global_batch_size, result.plan.steps_per_generation, result.plan.generation_batch_size) == (16, 2, 32)
-    assert (result.plan.swift_global_batch_size, result.plan.notes) == (16, [])
+    # swift rlhf, 8 processes, sequence_parallel_size 2: its trainer doubles the accumulation, since two processes share a micro-batch
+    script = {'per_device_train_batch_size': 1, 'gradient_accumulation_steps': 4, 'num_generations': 4}
+    plan = batch(8, cp=2, ulysses=2, **script).plan
+    assert (plan.global_batch_size, plan.steps_per_generation, plan.generation_batch_size) == (32, 1, 32)
+    assert (plan.gradient_accumulation_steps, plan.swift_global_batch_size) == (8, 32)
+    assert plan.notes[0].startswith('sequence_parallel_size 2 multiplies gradient_accumulation_steps 4, as in swift rlhf')
+    alone = batch(8, **script).plan
+    assert (alone.global_batch_size, alone.generation_batch_size) == (32, 32)
+    twice = batch(8, cp=2, ulysses=2, **script, steps_per_generation=8).plan
+    assert (twice.global_batch_size, twice.steps_per_generation, twice.generation_batch_size) == (32, 2, 64)
+
+
+def test_sequence_parallel_beside_tensor_parallel_names_the_accumulation_that_keeps_the_batch():
+    script = {'per_device_train_batch_size': 1, 'num_generations': 4, 'steps_per_generation': 8}
+    plan = batch(8, tp=2, cp=2, ulysses=2, gradient_accumulation_steps=4, **script).plan
+    assert (plan.global_batch_size, plan.steps_per_generation) == (16, 2)
+    assert '--gradient_accumulation_steps 8 with --steps_per_generation 16' in plan.notes[-1]
+    script['steps_per_generation'] = 16
+    by_hand = batch(8, tp=2, cp=2, ulysses=2, gradient_accumulation_steps=8, **script).plan
+    assert (by_hand.global_batch_size, by_hand.steps_per_generation) == (32, 2)
+
+
+def test_sampling_in_parts_is_refused_with_the_setting_that_is_the_same_training():
+    result = batch(4, per_device_train_batch_size=1, gradient_accumulation_steps=4, generation_batch_size=4, num_generations=4)
+    assert 'swift rlhf would sample 4 times for one optimizer step, from the same weights: 16 is the same training.' in result.errors[0]
+    result = batch(8, per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=4)
+    assert 'swift rlhf would sample 2 times for one optimizer step, from the same weights: 8 is the same training.' in result.errors[0]
+    result = batch(8, per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=6)
+    assert 'same training' not in result.errors[0]
+
+
+def test_a_batch_that_parallelism_made_too_small_names_the_switch_that_keeps_it():
+    result = batch(8, tp=4, per_device_train_batch_size=1, num_generations=8)
+    assert 'Under data parallel alone the script had 8: --keep_global_batch true keeps it.' in result.errors[0]
+    assert batch(8, tp=4, per_device_train_batch_size=1, num_generations=8, keep_global_batch=True).errors == []
+    assert '--keep_global_batch' not in batch(8, tp=4, per_device_train_batch_size=1, num_generations=5).errors[0]
+
+
+def test_a_generation_size_that_is_kept_says_how_many_optimizer_steps_it_feeds_now():
+    given = {'per_device_train_batch_size': 1, 'gradient_accumulation_steps': 4, 'generation_batch_size': 64}
+    result = batch(8, tp=4, **given)
+    assert (result.plan.steps_per_generation, result.plan.generation_batch_size) == (8, 64)
+    assert 'it feeds 8 optimizer steps, and 2 under data parallel alone' in result.warnings[-1]
+    kept = batch(8, tp=4, keep_global_batch=True, **given)
+    assert (kept.plan.steps_per_generation, kept.warnings) == (2, [])
+
+
+def test_a_batch_of_swift_that_the_documentation_of_megatron_refuses_is_no_warning():
+    result = batch(8, per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8)
+    assert (result.warnings, len(result.plan.notes)) == ([], 1)
 
 
 def test_ranks_that_do_not_divide_are_refused_with_numbers_that_do():

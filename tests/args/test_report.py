@@ -160,7 +160,10 @@ def test_plan_reads_a_script_and_writes_it_back(workplace, capsys):
     report = json.loads(out)
     assert code == 0, report['errors']
     assert (report['batch_plan']['world_size'], report['batch_plan']['dp_size']) == (4, 2)
-    assert (workplace / 'new.sh').read_text(encoding='utf-8') == script.replace('swift rlhf', 'swift rlhf --backend megatron')
+    written = script.replace('swift rlhf', 'swift rlhf --backend megatron').rstrip('\n') + ' --tensor_model_parallel_size 2\n'
+    assert (workplace / 'new.sh').read_text(encoding='utf-8') == written
+    code, out, _ = run_cli(capsys, 'plan', 'new.sh', '--json')
+    assert (code, json.loads(out)['batch_plan'], json.loads(out)['command']) == (0, report['batch_plan'], report['command'])
     (workplace / 'bad.sh').write_text(script.replace('--reward_funcs', '--rewardfuncs'), encoding='utf-8')
     code, out, _ = run_cli(capsys, 'plan', 'bad.sh')
     assert code == 2
@@ -221,6 +224,30 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(capsys, monkeypatch):
     assert code == 2
     assert 'wrong    ms-swift        4.5.0; >= 4.6 and < 4.7 is needed' in out
     assert 'missing  mcore-bridge    for training: pip install "mcore-bridge>=1.6.5,<1.7"' in out
+
+
+def test_doctor_asks_for_what_an_accelerator_needs_only_where_there_is_one(capsys, monkeypatch):
+    import importlib.metadata
+
+    versions = {'torch': '2.9.0+cpu', 'vllm': '0.10.2'}
+
+    def version(name):
+        if name in ('flash-attn', 'transformer-engine', 'transformer_engine', 'math-verify'):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions.get(name, '4.6.0' if name == 'ms-swift' else '9.9')
+
+    monkeypatch.setattr('swift_megatron_grpo.args.doctor.importlib.metadata.version', version)
+    monkeypatch.setattr('swift_megatron_grpo.args.doctor.accelerators', list)
+    _, out, _ = run_cli(capsys, 'doctor')
+    assert 'flash-attn' not in out
+    assert 'optional math-verify     not installed; --reward_funcs accuracy: pip install math_verify' in out
+    assert 'wrong    vllm            0.10.2; >= 0.11 is needed for rollouts' in out
+    monkeypatch.setattr('swift_megatron_grpo.args.doctor.accelerators', lambda: ['NVIDIA H200, 143771 MiB'])
+    code, out, _ = run_cli(capsys, 'doctor')
+    assert code == 2
+    assert 'optional flash-attn' in out
+    assert 'wrong    torch           a build for CPU alone' in out
+    assert 'missing  transformer-engine for training' in out
 
 
 def test_arguments_explains_one_and_lists_the_own_ones(capsys):

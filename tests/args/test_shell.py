@@ -82,6 +82,13 @@ def test_a_command_substitution_is_not_run_and_is_reported(tmp_path):
         ('env NPROC_PER_NODE=3 swift rlhf --beta 0', ['--beta', '0'], '3'),
         ('accelerate launch --num_processes 16 --num_machines 2 swift/cli/rlhf.py --beta 0', ['--beta', '0'], '8'),
         ('declare -a A=(--beta 0)\nswift rlhf "${A[@]}"', ['--beta', '0'], None),
+        ('ssh node1 "cd /work && NPROC_PER_NODE=8 swift rlhf --beta 0"', ['--beta', '0'], '8'),
+        ("docker exec box bash -lc 'NPROC_PER_NODE=2 swift rlhf --beta 0'", ['--beta', '0'], '2'),
+        ('torchrun --nproc_per_node 4 $(which swift) rlhf --beta 0', ['--beta', '0'], '4'),
+        ('uv run swift rlhf --beta 0', ['--beta', '0'], None),
+        ('GPUS=0,1,2\nNPROC_PER_NODE=$(echo $GPUS | tr "," "\\n" | wc -l) swift rlhf --beta 0', ['--beta', '0'], '3'),
+        ("N=$(echo 0,1 | awk -F',' '{print NF}')\nNPROC_PER_NODE=$N swift rlhf --beta 0", ['--beta', '0'], '2'),
+        ('swift rlhf --beta\\\r\n 0\r\n', ['--beta', '0'], None),
     ],
 )
 def test_the_training_command_is_found_behind_its_launcher(text, argv, processes):
@@ -118,6 +125,17 @@ def test_a_megatron_command_keeps_what_it_means_by_saying_nothing():
     assert scripts.write_script(script) == (
         'swift rlhf --backend megatron --use_vllm true --padding_free true --recompute_granularity selective --dataloader_num_workers 4 '
         '--rlhf_type grpo --tuner_type lora'
+    )
+
+
+def test_a_megatron_command_keeps_its_folder_its_projects_and_the_loss_of_its_turns():
+    script = scripts.read_script(
+        'megatron rlhf --rlhf_type grpo --model a/Qwen3-8B --report_to tensorboard wandb swanlab --swanlab_project own '
+        '--multi_turn_scheduler gym_scheduler',
+        {},
+    )
+    assert ' '.join(script.found[0].extra).endswith(
+        '--dataloader_num_workers 4 --loss_scale last_round --wandb_project megatron-swift --output_dir megatron_output/Qwen3-8B'
     )
 
 

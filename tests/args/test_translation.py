@@ -37,6 +37,54 @@ def test_a_command_without_backend_is_left_alone(workplace):
     assert (plan.is_megatron, plan.errors, plan.worker_argv, plan.arguments) == (False, [], [], [])
 
 
+@pytest.mark.parametrize('given, trained', [('0', '2147483647'), ('1', '1'), ('42', '42')])
+def test_a_seed_of_0_is_one_that_megatron_takes(workplace, given, trained):
+    plan = plan_of(f'--seed {given}')
+    assert (values_of(plan)['seed'], other_errors(plan)) == (trained, [])
+    assert action_of(plan, 'seed').action == ('converted' if given == '0' else 'kept')
+
+
+def test_a_seed_below_0_is_refused(workplace):
+    assert '--seed is -1; it is 0 or more.' in plan_of(['--seed', '-1']).errors
+
+
+CHORD = '--chord_sft_dataset data.jsonl --chord_sft_per_device_train_batch_size 1 --chord_mu_warmup_steps 0 --chord_mu_decay_steps 10 --chord_mu_peak 0.5'
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--chord_mu_valley 0.1', None),
+        ('', '--chord_sft_dataset needs --chord_mu_valley (from 0 to 1)'),
+        ('--chord_mu_valley 2', '--chord_mu_valley is 2'),
+        ('--chord_mu_valley 0.1 --router_replay_mode R2', 'no rollout has routed'),
+    ],
+)
+def test_expert_answers_are_taken_with_all_that_they_need(text, words, workplace):
+    errors = other_errors(plan_of(f'{CHORD} {text}'))
+    assert len(errors) == (0 if words is None else 1)
+    assert words is None or words in errors[0]
+
+
+def test_sgd_goes_without_the_distributed_optimizer(workplace):
+    plan = plan_of('--optim sgd')
+    assert (values_of(plan)['use_distributed_optimizer'], other_errors(plan)) == ('false', [])
+    assert 'goes with adam' in other_errors(plan_of('--optim sgd --use_distributed_optimizer true'))[0]
+
+
+def test_muon_needs_its_package(workplace):
+    assert 'emerging-optimizers' in other_errors(plan_of('--optim muon'))[0]
+    plan = plan_of('--optim muon --dry_run true')
+    assert other_errors(plan) == [] and any('emerging-optimizers' in warning for warning in plan.warnings)
+
+
+def test_missing_data_are_said_once(workplace):
+    errors = resolve(
+        ['--rlhf_type', 'grpo', '--backend', 'megatron', '--model', 'tiny', '--reward_funcs', 'accuracy'], {'NPROC_PER_NODE': '8'}
+    ).errors
+    assert [error for error in errors if 'data' in error] == [error for error in errors if error.startswith('--dataset is needed')]
+
+
 def test_megatron_grpo_is_the_same_as_backend_megatron(workplace):
     plan = plan_of('', base=BASE.replace('grpo --backend megatron', 'megatron_grpo'))
     assert plan.is_megatron
@@ -144,7 +192,7 @@ def test_a_name_that_does_not_exist_gets_a_suggestion_and_is_not_swallowed(typed
     ],
 )
 def test_a_value_keeps_its_meaning_under_megatrons_name(text, name, value, action, workplace):
-    plan = plan_of(text)
+    plan = plan_of(f'--dry_run true {text}')
     assert other_errors(plan) == []
     assert values_of(plan)[name] == value
     given = next(word for word in reversed(text.split()) if word.startswith('--')).lstrip('-').partition('=')[0]
@@ -172,11 +220,26 @@ def test_what_has_no_meaning_on_megatron_is_said_and_does_not_fail(text, workpla
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
+        ('--advantage_reweight rlsd', None),
+        ('--sdar_loss_coef 0.1', None),
+        ('--advantage_reweight rlsd --sdar_loss_coef 0.1', 'choose one'),
+        ('--advantage_reweight rlsd --teacher_model_server http://127.0.0.1:1', 'teacher_model_server'),
+        ('--advantage_reweight rlsd --loss_type real', 'one a sequence'),
+        ('--advantage_reweight rlsd --rlsd_lambda 1.5', 'from 0 to 1'),
+        ('--sdar_loss_coef 0.1 --sdar_gate_beta 0', 'above 0'),
+    ],
+)
+def test_self_distillation_is_taken_and_its_contradictions_are_refused(text, words, workplace):
+    errors = other_errors(plan_of(text))
+    assert len(errors) == (0 if words is None else 1)
+    assert words is None or words in errors[0]
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
         ('--quant_bits 4', 'no QLoRA'),
         ('--quant_method bnb', 'no QLoRA'),
-        ('--chord_sft_dataset x', 'CHORD'),
-        ('--advantage_reweight rlsd', 'RLSD'),
-        ('--sdar_loss_coef 0.1', 'SDAR'),
         ('--use_galore true', 'GaLore'),
         ('--lisa_activated_layers 2', 'LISA'),
         ('--tuner_type llamapro', 'adds layers'),
@@ -287,7 +350,6 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--save_steps 0.5', '--max_steps'),
         ('--dual_clip 1', 'more than 1'),
         ('--tuner_type full --vllm_mode colocate --vllm_enable_lora true', 'adapter'),
-        ('--vllm_mode colocate --vllm_max_model_len 400', 'leaves no room'),
         ('--verify_weight_sync sometimes', 'first, off'),
         ('--backend megatorn', 'megatron'),
         ('--min_p 0.1', 'transformers engine'),
@@ -297,6 +359,9 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--vllm_mode server --vllm_server_host a b c --vllm_server_group_port 1 2', '3 servers'),
         ('--vllm_mode server --vllm_server_host a b c --vllm_server_port 1 2', '3 hosts'),
         ('--reward_model m/r --reward_model_plugin genrn', 'Did you mean genrm?'),
+        ('--tuner_type full --ref_adapters some/adapter', 'ms-swift would train LoRA then'),
+        ('--tuner_type lora_llm --save_only_model true --merge_lora false', '--merge_lora true'),
+        ('--muon_lr 1e-3', '--optimizer muon'),
     ],
 )
 def test_a_contradiction_or_a_wrong_value_is_refused_before_a_model_is_loaded(text, words, workplace):
@@ -490,20 +555,28 @@ def test_key_value_heads_and_tensor_parallel_must_fit(workplace):
     assert any('8 key/value heads' in error for error in plan.errors), plan.errors
 
 
-def test_an_argument_that_is_said_to_be_unread_is_read_nowhere():
+def test_every_own_argument_is_read_by_the_code_of_the_trainer():
     import re
     from pathlib import Path
 
-    from swift_megatron_grpo.args.pending import UNREAD
+    from swift_megatron_grpo.args.own import OWN_FIELDS
 
     package = Path(__file__).resolve().parents[2] / 'swift_megatron_grpo'
-    code = '\n'.join(
-        path.read_text(encoding='utf-8')
-        for path in package.rglob('*.py')
-        if path.name != 'config.py' and path.parts[-2] not in ('args', 'table')
-    )
-    for name, *_ in UNREAD:
-        assert not re.search(rf'\b{name}\b', code), f'{name} is read now: take it out of UNREAD in args/pending.py'
+    files = [path for path in package.rglob('*.py') if path.parts[-2] not in ('args', 'table')]
+    code = '\n'.join(path.read_text(encoding='utf-8') for path in files if path.name != 'config.py')
+    checked_at_start = (package / 'config.py').read_text(encoding='utf-8').partition('def __post_init__')[2]
+    # read by ms-swift's trainer or by its arguments, or decided before the workers start
+    by_others = {
+        'backend',
+        'batch_check',
+        'allow_uncorrected_async',
+        'vllm_data_parallel_size',
+        'reward_model_type',
+        'reward_model_revision',
+    }
+    for field in OWN_FIELDS:
+        if not field.door_only and field.name not in by_others:
+            assert re.search(rf'\b{field.name}\b', code + checked_at_start), f'--{field.name} is accepted, and nothing reads it'
 
 
 def test_a_configuration_that_cannot_be_read_is_one_error(workplace, monkeypatch):
@@ -519,3 +592,79 @@ def test_a_configuration_that_cannot_be_read_is_one_error(workplace, monkeypatch
     (workplace / 'run.json').write_text('{"rlhf_type": "grpo", "model": "tiny", "dataset": ["data.jsonl"], "reward_funcs": "accuracy"}')
     plan = resolve(['run.json', '--backend', 'megatron', '--batch_check', 'exact'], {'NPROC_PER_NODE': '8'})
     assert other_errors(plan) == []
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--tensor_parallel_size 4', 'did you mean --tensor_model_parallel_size or --vllm_tensor_parallel_size?'),
+        ('--gc_collect_after_offload true', 'Memory is given back after each offload by itself; leave it out.'),
+        ('--load_safetensors true', 'Safetensors are read by themselves; leave it out.'),
+        ('--num_infer_workers 8', '--vllm_mode colocate'),
+        ('--colocate_groups a', 'It belongs to the Ray trainer of ms-swift'),
+        ('--use_vllm true --vllm_server_host 10.0.0.1', '--vllm_server_host is given, so: --vllm_mode server.'),
+        ('--load_best_model_at_end true', 'nothing is evaluated: give --val_dataset'),
+        (
+            '--load_best_model_at_end true --val_dataset data.jsonl --eval_strategy epoch',
+            '--save_strategy (steps) and --eval_strategy (epoch)',
+        ),
+        (
+            '--load_best_model_at_end true --val_dataset data.jsonl --eval_steps 4 --save_steps 6',
+            '--save_steps (6) to be a multiple of --eval_steps (4)',
+        ),
+    ],
+)
+def test_a_refusal_says_what_to_write_instead(text, words, workplace):
+    plan = plan_of(text)
+    assert any(words in error for error in plan.errors), plan.errors
+    assert not any('has no effect here' in warning for warning in plan.warnings), 'what is refused is not also called without effect'
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--vllm_mode colocate --vllm_max_model_len 400', 'every answer is cut to what its prompt leaves of 400'),
+        ('--vllm_mode server --vllm_server_host a --vllm_tensor_parallel_size 3', 'give it to `swift rollout`'),
+        ('--vllm_mode server --vllm_server_host a --vllm_data_parallel_size 2', 'give it to `swift rollout`'),
+        ('--vllm_mode server --vllm_server_host a --max_turns 3', 'The rollout server has its own.'),
+        ('--ref_model tiny --beta 0', '--ref_model tiny has no effect with --beta 0'),
+        (
+            '--multi_turn_scheduler gym_scheduler --vllm_mode server --vllm_server_host a --completion_length_limit_scope total',
+            'each round has the limit, as in swift rlhf',
+        ),
+    ],
+)
+def test_what_swift_rlhf_accepts_and_does_not_use_is_a_warning(text, words, workplace):
+    plan = plan_of(text)
+    assert other_errors(plan) == []
+    assert any(words in warning for warning in plan.warnings), plan.warnings
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '--vllm_mode server --vllm_server_host a --vllm_server_pass_dataset true',
+        '--load_best_model_at_end true --val_dataset data.jsonl --eval_steps 2 --save_steps 6 --metric_for_best_model eval_reward',
+        '--multi_turn_scheduler gym_scheduler --vllm_mode colocate --completion_length_limit_scope total',
+        '--vllm_mode colocate --vllm_disable_custom_all_reduce false',
+    ],
+)
+def test_what_works_is_neither_refused_nor_warned_about(text, workplace):
+    plan = plan_of(text + ' --fp16 false --bf16 false')
+    assert (plan.errors, plan.warnings) == ([], [])
+
+
+def test_one_process_is_said_where_a_script_shows_more_devices(workplace):
+    argv = [*BASE.split(), '--dry_run', 'true', '--fp16', 'false']
+    assert [text for text in resolve(argv, {'CUDA_VISIBLE_DEVICES': '0'}).warnings if 'process' in text] == []
+    several = resolve(argv, {'CUDA_VISIBLE_DEVICES': '0,1,2,3'}).warnings
+    assert any('CUDA_VISIBLE_DEVICES names 4 devices, and NPROC_PER_NODE is not set' in text for text in several)
+    assert any('NPROC_PER_NODE is not set: one process is planned' in text for text in resolve(argv, {}).warnings)
+
+
+def test_an_empty_number_of_machines_is_refused_unless_the_dry_run_has_one(workplace):
+    argv = [*BASE.split(), '--dry_run', 'true']
+    environment = {'NNODES': '', 'NPROC_PER_NODE': '8'}
+    assert any('NNODES is set and empty' in text and 'give --world_size N' in text for text in resolve(argv, environment).errors)
+    plan = resolve([*argv, '--world_size', '16'], environment)
+    assert (plan.errors, plan.batch_plan.world_size) == ([], 16)

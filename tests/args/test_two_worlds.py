@@ -73,6 +73,14 @@ def test_ten_scripts_have_the_same_effective_numbers_in_both_worlds(index, upstr
     assert rates == pytest.approx(expected['rates'], abs=1e-9 * expected['learning_rate'])
 
 
+def test_every_schedule_and_every_argument_of_one_is_among_the_cases():
+    asked = {(kind, name) for kind, *_, kwargs in cases.SCHEDULES for name in kwargs}
+    assert {kind for kind, *_ in cases.SCHEDULES} == set(lr.SCHEDULES)
+    assert asked == {(kind, name) for kind, names in lr.KWARGS.items() for name in names}
+    warmups = {(steps > 0, ratio > 0) for _, _, steps, ratio, *_ in cases.SCHEDULES}
+    assert warmups == {(False, False), (True, False), (False, True)}
+
+
 def test_the_schedules_are_those_of_transformers(upstream):
     for case, expected in zip(cases.SCHEDULES, upstream['transformers_rates']):
         kind, peak, steps, ratio, total, kwargs = case

@@ -47,15 +47,17 @@ def swift_script(argv: list[str], world_size: int, num_prompts: int) -> dict:
             args, rest = parse_args(RLHFArguments, [*argv, '--output_dir', folder, '--report_to', 'none'])
             assert not rest, rest
             training = args.training_args
+            ulysses = args.sequence_parallel_size
+            accumulation = training.gradient_accumulation_steps * (ulysses if trainer_multiplies_accumulation() else 1)
             sampler = RepeatSampler(
                 data_source=range(num_prompts),
                 mini_repeat_count=args.num_generations,
                 batch_size=training.generation_batch_size // args.num_generations,
-                repeat_count=args.num_iterations * training.steps_per_generation,
+                repeat_count=args.num_iterations * training.steps_per_generation * ulysses,
             )
             # trl's dataloader: per_device x steps_per_generation rows a process and batch, dropped where incomplete
             micro_steps = len(sampler) // (training.per_device_train_batch_size * training.steps_per_generation * world_size)
-            steps_per_epoch = max(-(-micro_steps // training.gradient_accumulation_steps), 1)
+            steps_per_epoch = max(-(-micro_steps // accumulation), 1)
             total = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * steps_per_epoch)
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
             scheduler = get_scheduler(
@@ -75,12 +77,21 @@ def swift_script(argv: list[str], world_size: int, num_prompts: int) -> dict:
                 'optimizer_steps': total,
                 'optimizer_steps_per_epoch': steps_per_epoch,
                 'generation_batch_size': training.generation_batch_size,
-                'global_batch_size': training.per_device_train_batch_size * world_size * training.gradient_accumulation_steps,
+                'global_batch_size': training.per_device_train_batch_size * (world_size // ulysses) * accumulation,
                 'prompts_per_epoch': num_prompts // sampler.batch_size * sampler.batch_size,
                 'rates': rates,
             }
     finally:
         transformers.TrainingArguments.world_size = original
+
+
+def trainer_multiplies_accumulation() -> bool:
+    """Whether ms-swift's trainer still multiplies gradient_accumulation_steps by sequence_parallel_size; a line of its constructor."""
+    import importlib.util
+
+    spec = importlib.util.find_spec('swift.rlhf_trainers')
+    source = (Path(spec.submodule_search_locations[0]) / 'grpo_trainer.py').read_text(encoding='utf-8')
+    return 'self.args.gradient_accumulation_steps * sequence_parallel.world_size' in source
 
 
 def transformers_rates(kind: str, lr: float, warmup: int, total: int, kwargs: dict, steps: list[int]) -> list[float]:

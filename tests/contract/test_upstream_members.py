@@ -41,6 +41,7 @@ SIGNATURES = {
     ('swift.megatron.trainers.base', 'BaseMegatronTrainer._aggregated_metrics'): 'self, metrics, total_metrics',
     ('swift.megatron.trainers.base', 'BaseMegatronTrainer._rotate_checkpoints'): 'self, output_dir',
     ('swift.megatron.callbacks.print', 'PrintCallback.on_log'): 'self, logs',
+    ('swift.megatron.callbacks.tensorboard', 'TensorboardCallback.on_log'): 'self, logs',
     ('swift.megatron.model.utils', 'get_mcore_model'): 'args, hf_config',
     ('swift.megatron.utils.megatron_lm_utils', 'load_mcore_checkpoint'): (
         "args, ddp_models, optimizer=None, opt_param_scheduler=None, load_arg='mcore_model', "
@@ -73,9 +74,12 @@ SIGNATURES = {
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.init_communicator'): 'self, device=0',
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.update_flattened_params'): 'self, metadatas, flattened_tensor',
     ('swift.rlhf_trainers.vllm_client', 'VLLMClient.reset_prefix_cache'): 'self',
+    ('swift.infer_engine.infer_engine', 'InferEngine._batch_encode'): 'self, infer_requests, strict',
     ('swift.infer_engine.grpo_vllm_engine', 'GRPOVllmEngine.infer'): (
         'self, infer_requests, request_config=None, metrics=None, *, use_tqdm=None, adapter_request=None'
     ),
+    ('swift.infer_engine.infer_engine', 'InferEngine.set_default_max_tokens'): 'self, request_config, inputs',
+    ('swift.rollout.multi_turn', 'RolloutScheduler.on_turn_end'): 'self, infer_request, response_choice, current_turn',
     ('swift.infer_engine.vllm_engine', 'VllmEngine.__init__'): (
         'self, model_id_or_path, *, template=None, torch_dtype=None, adapters=None, use_async_engine=False, '
         'model_type=None, template_type=None, use_hf=None, hub_token=None, revision=None, '

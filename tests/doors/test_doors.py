@@ -172,7 +172,8 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
     environ = stub_env.environ(STUB_OUT=str(tmp_path), STUB_DO='wait', **(TORCHRUN_2 if world == 2 else {}))
     command = [str(stub_env.swift), 'rlhf', *job, '--backend', 'megatron']
     process = subprocess.Popen(
-        command, env=environ, cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env=environ, cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_signals,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
@@ -189,6 +190,12 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == (130 if number == signal.SIGINT else 128 + number), stderr
     assert not any(is_alive(worker['pid']) for worker in reports(tmp_path))
+
+
+def heed_signals() -> None:
+    """Under nohup, or in the background of a script, a process and its children are started with some signals ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_alive(pid: int) -> bool:

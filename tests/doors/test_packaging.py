@@ -19,7 +19,7 @@ def test_the_wheel_brings_the_metadata_that_users_rely_on(wheel_env):
     version, python, extras, requires, entries, license_name = json.loads(wheel_env.run(wheel_env.python, '-c', program).stdout)
     assert version == '0.1.0'
     assert python == '>=3.11'
-    assert sorted(extras) == ['cpu', 'gpu', 'test']
+    assert sorted(extras) == ['cpu', 'gpu', 'test', 'webui']
     assert [r for r in requires if 'extra ==' not in r] == ['ms-swift<4.7,>=4.6']
     assert any(r.startswith('torch==2.13.0') and 'extra == "cpu"' in r for r in requires)
     assert any(r.startswith('transformer-engine[pytorch]') and 'extra == "gpu"' in r for r in requires)

@@ -75,6 +75,33 @@ def test_the_vllm_adapter_does_nothing_where_there_is_an_accelerator(monkeypatch
     assert ENGINE.applied == []
 
 
+@pytest.mark.parametrize('accelerator, engine', [(True, False), (False, True)])
+def test_a_rollout_server_is_left_as_it_is_where_the_cpu_platform_is_not_needed(monkeypatch, accelerator, engine):
+    from swift_megatron_grpo import cpu
+    from swift_megatron_grpo.hooks import patches
+    for name in cpu.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, 'has_accelerator', lambda: accelerator)
+    monkeypatch.setattr(cpu.importlib.util, 'find_spec', lambda name: object() if engine else None)
+    patches.after_deploy_args(sys)
+    patches.after_rollout(sys)
+    assert ENGINE.applied == [] and not any(name in os.environ for name in cpu.ENVIRONMENT)
+
+
+def test_a_rollout_server_on_a_cpu_is_told_how_vllm_is_used_and_nothing_else():
+    value, _ = in_a_fresh_interpreter('''
+        import json, os
+        for name in [name for name in os.environ if name.startswith('VLLM_')]:
+            del os.environ[name]
+        import swift.arguments.deploy_args as module
+        before = dict(os.environ)
+        from swift_megatron_grpo.hooks import patches
+        patches.after_rollout(module)
+        print(json.dumps([module.get_device_count() >= 8, sorted(set(os.environ) - set(before)), os.environ['VLLM_PLUGINS']]))
+    ''')
+    assert value == [True, ['VLLM_CPU_KVCACHE_SPACE', 'VLLM_ENABLE_V1_MULTIPROCESSING', 'VLLM_PLUGINS'], 'swift_megatron_grpo_cpu']
+
+
 def test_what_the_user_has_set_stays():
     value, _ = in_a_fresh_interpreter('''
         import json, os

@@ -55,7 +55,7 @@ def references():
 def marked(run):
     kind, changes, layout, packed = run
     quick = packed and not changes and (kind, layout) in QUICK
-    return pytest.param(run, id=identify(run), marks=() if quick else pytest.mark.heavy)
+    return pytest.param(run, id=identify(run), marks=pytest.mark.quick if quick else pytest.mark.heavy)
 
 
 @pytest.fixture(scope='module', params=[marked(run) for run in RUNS])

@@ -1,13 +1,16 @@
 """A rollout server without an engine: the endpoints of `swift rollout`, its group for weights and its order of work, in threads of one process.
 
 It keeps the weights that it gets and answers each request with the number of tensors it holds, or (`random_answers`) with tokens that follow
-from the seed. `end()` is a process that is gone: its port and its store close.
+from the seed. `end()` is a process that is gone: its port and its store close. `python fake_server.py PORT` is a server in a process of its own,
+which prints its events.
 """
 import json
 import queue
 import random
+import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -28,6 +31,10 @@ class FakeServer:
         self.group: Any = None
         self.communicator: Any = None
         self.transfers = 0
+        self.events: list[dict[str, Any]] = []  # what was asked, in order, with the version that the trainer wrote into the store
+        self.sampling = 0  # requests that are being answered now
+        self.speaks = False
+        self.on_end: Callable[[], None] = lambda: None
         self.work: queue.Queue[Any] = queue.Queue()
         fake = self
 
@@ -64,6 +71,18 @@ class FakeServer:
         self.work.put(None)
         self.group = self.communicator = None
 
+    def vanish(self) -> None:
+        self.end()
+        self.on_end()
+
+    def note(self, what: str, **more: Any) -> None:
+        from swift_megatron_grpo.engines.rollout_server import VERSION_KEY
+        group = self.group
+        version = int(group.store.get(VERSION_KEY)) if group is not None else None
+        self.events.append({'what': what, 'version': version, 'at': time.monotonic(), **more})
+        if self.speaks:
+            print(json.dumps(self.events[-1]), flush=True)
+
     def call(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
         if name == 'get_engine_type':
             return 200, {'engine_type': 'LLMEngine', 'enable_multi_turn': False, 'use_gym_env': False, 'enable_lora': False}
@@ -74,12 +93,17 @@ class FakeServer:
         elif name.startswith('reset_'):
             self.resets.append(name)
         elif name == 'infer':
+            seed = body['request_config']['seed']
+            self.note('infer', seed=seed, count=len(body['infer_requests']))
+            self.sampling += 1
             time.sleep(self.answer_after)
+            self.sampling -= 1
+            self.note('answered', seed=seed)
             if self.statuses and (status := self.statuses.pop(0)) != 200:
                 return status, {'detail': 'no'}
             self.batches += 1
             if self.batches == self.ends_at_batch:
-                threading.Thread(target=self.end, daemon=True).start()
+                threading.Thread(target=self.vanish, daemon=True).start()
                 time.sleep(5)  # no answer comes
                 return 500, {}
             if self.random_answers:
@@ -129,7 +153,16 @@ class FakeServer:
         flat = torch.empty(metadata[-1]['end_idx'], dtype=torch.uint8)
         self.communicator.broadcast(flat, src=1)
         self.group.barrier()
+        self.note('bucket', sampling=self.sampling)
         self.transfers += 1
         for item in metadata:
             dtype = getattr(torch, item['dtype'].split('.')[-1])
             self.weights[item['name']] = flat[item['start_idx']:item['end_idx']].view(dtype).reshape(item['shape'])
+
+
+if __name__ == '__main__':
+    server = FakeServer(int(sys.argv[1]))
+    server.random_answers = server.speaks = True
+    server.answer_after = float(sys.argv[2])
+    print('ready', flush=True)
+    threading.Event().wait()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.rollouts.running import greedy_of_transformers, trainer_of
-from tests.step.training import arguments
+from tests.step.training import arguments, train
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
@@ -59,7 +59,9 @@ def full_weights(argv: list[str]) -> dict[str, Any]:
     trainer.sync.run(version + 1)  # verified: checksums of every tensor
     out['changed'] = not equal(states[0], engine_state(trainer.engine))
     out['greedy'] = greedy_of_engine(trainer)
-    out['asked'] = asked_of_vllm(trainer)
+    asked = asked_of_vllm(trainer)
+    out['asked'], out['limits'] = asked[:2], [one['max_tokens'] for one in asked[2:]]
+    out['all_reduce'] = not trainer.engine.engine.engine_args.disable_custom_all_reduce
     with torch.no_grad():
         list(trainer.engine._parameters().values())[3].view(-1)[0] += 1.0
     exported = trainer.sync._export
@@ -102,12 +104,15 @@ def asked_of_vllm(trainer: Any) -> list[dict[str, Any]]:
     request = RolloutInferRequest(messages=[{'role': 'user', 'content': 'hi'}])
     trainer.engine.generate([request, request], Sampling(temperature=0.7, max_tokens=3, top_p=0.8, top_k=7, min_p=0.05, repetition_penalty=1.2,
                                                          stop_words=('stop!', ), seed=11))
+    # limits of its own for each request; a later call has none again
+    trainer.engine.generate([request, request], Sampling(temperature=0.7, max_tokens=9, limits=(2, 5)))
+    trainer.engine.generate([request], Sampling(temperature=0.7, max_tokens=4))
     engine._add_request = add
     return asked
 
 
 @pytest.mark.parametrize('kind, world_size, layout', [
-    ('qwen3', 1, {}),
+    ('qwen3', 1, {'vllm_disable_custom_all_reduce': 'false'}),
     ('qwen3_moe', 2, {'tensor_model_parallel_size': 2, 'vllm_tensor_parallel_size': 2}),
 ])
 def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, tiny_model: Any, tmp_path: Path, kind: str, world_size: int,
@@ -120,6 +125,7 @@ def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, 
         assert out['buckets_equal'] and out['policy_untouched'] and out['changed']
         assert out['transfers'][0] == out['count'] and 1 < out['transfers'][1] < out['count'] and out['transfers'][2] == 1
         assert 'did not arrive as it was sent' in out['fault'], out.get('fault')
+        assert (out['limits'], out['all_reduce']) == ([2, 5, 4], 'vllm_disable_custom_all_reduce' in layout)
         for number, asked in enumerate(out['asked']):
             assert 'stop!' in asked.pop('stop')
             assert asked == {'temperature': 0.7, 'top_p': 0.8, 'top_k': 7, 'min_p': 0.05, 'repetition_penalty': 1.2, 'seed': 11 + number,
@@ -132,15 +138,9 @@ def test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it(ranks: Any, 
 
 
 def adapters(argv: list[str]) -> dict[str, Any]:
-    """An adapter alone, twice; 50 merged syncs of the same policy."""
+    """A run that goes on from a checkpoint: its adapter alone, twice; 50 merged syncs of the same policy."""
     trainer = trainer_of(argv)
     out: dict[str, Any] = {}
-    with torch.no_grad():  # not the zeros that an adapter starts with
-        generator = torch.Generator().manual_seed(3)
-        for model in trainer.unwrapped_models:
-            for name, parameter in sorted(model.named_parameters()):
-                if parameter.requires_grad:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     before = policy_bytes(trainer)
     kinds, greedy = [], []
     for version in (1, 2, 3):
@@ -163,7 +163,10 @@ def adapters(argv: list[str]) -> dict[str, Any]:
 
 def test_an_adapter_is_served_as_base_and_one_adapter_each_time(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model('qwen3')
-    argv = arguments(tmp_path, model, **VLLM, tuner_type='lora', lora_rank=4, target_modules='all-linear', vllm_enable_lora='true')
+    lora = {'tuner_type': 'lora', 'lora_rank': 4, 'target_modules': 'all-linear', 'lr': 0.1, 'max_completion_length': 16}
+    saving = {'train_iters': 1, 'save_strategy': 'steps', 'save_steps': 1}
+    ranks.run(train, arguments(tmp_path, model, **lora, **saving), world_size=1)
+    argv = arguments(tmp_path, model, **{**VLLM, **lora}, vllm_enable_lora='true', resume_from_checkpoint=tmp_path / 'out' / 'checkpoint-1')
     out = ranks.run(adapters, argv, world_size=1, deadline=400.)[0]
     assert out['kinds'] == ['full', 'adapter', 'adapter']
     assert out['policy_untouched'] and out['policy_after_50']

@@ -113,6 +113,44 @@ def test_a_rank_that_blocks_or_dies_ends_all_ranks(tiny_model: Any, tmp_path: Pa
     assert ended - started < 60  # sampling, the deadline, and the launcher's end of the other rank
 
 
+def hung_in_the_second_step(argv: list[str]) -> list[str]:
+    """Rank 1 stays in the optimizer of the second step for longer than --step_timeout; what the watchdogs say instead of ending the process."""
+    import functools
+
+    import torch.distributed as dist
+
+    from tests.rollouts.running import trainer_and_data
+    trainer, datasets = trainer_and_data(argv)
+    from swift_megatron_grpo import trainer as module
+    said: list[str] = []
+    real, module.deadline = module.deadline, functools.partial(deadline, on_expiry=said.append)
+    step = trainer.optimizer.step
+
+    def slow_step() -> Any:
+        if trainer.state.iteration == 1 and dist.get_rank() == 1:
+            time.sleep(4)
+        return step()
+
+    def train_step(batch: Any) -> Any:
+        trainer.args.step_timeout = 2.0 if trainer.state.iteration == 1 else 600.0
+        return type(trainer).train_step(trainer, batch)
+
+    trainer.optimizer.step, trainer.train_step = slow_step, train_step
+    try:
+        trainer.train(*datasets)
+    finally:
+        module.deadline = real
+        trainer.__dict__.pop('train_step')
+    return said
+
+
+def test_a_rank_that_hangs_in_a_step_is_named_on_every_rank_with_what_was_done_last(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, tiny_model('qwen3'), micro_batch_size=2, train_iters=2, max_completion_length=8)
+    for rank, said in enumerate(ranks.run(hung_in_the_second_step, argv, world_size=2)):
+        assert said == [f'Optimizer step 2 did not end within 2 s on rank {rank} (last done: gradients; 2 forward passes of micro-batches were begun)'
+                        '. The run stops here; the last complete checkpoint is kept.']
+
+
 def test_a_deadline_says_what_was_done_last() -> None:
     said: list[str] = []
     with deadline('Reward functions', 0.05, rank=3, detail=lambda: 'reward function X', on_expiry=said.append):

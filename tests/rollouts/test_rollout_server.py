@@ -172,3 +172,22 @@ def nobody() -> str:
 
 def test_no_server_is_a_named_error(ranks: Any) -> None:
     assert 'did not answer within 1 s (--vllm_server_timeout). It is started with `swift rollout`' in ranks.run(nobody, world_size=1, deadline=300.)[0]
+
+
+def given_up() -> list[Any]:
+    """A transfer that blocks: its end is not waited for once the engine is known to be gone."""
+    from swift_megatron_grpo.engines.rollout_server import within
+    started = time.monotonic()
+    out: list[Any] = [within(5.0, 'a sum', lambda: 1 + 1)]
+    for seconds, lost in ((30.0, lambda: 'its engine ended' if time.monotonic() - started > 0.3 else None), (0.3, lambda: None)):
+        try:
+            within(seconds, 'a bucket of weights', lambda: time.sleep(20), lost=lost)
+        except Exception as error:
+            out.append(f'{type(error).__name__}: {error}')
+    return [*out, time.monotonic() - started]
+
+
+def test_a_transfer_to_a_server_that_ended_is_given_up_before_its_deadline(ranks: Any) -> None:
+    value, gone, late, seconds = ranks.run(given_up, world_size=1)[0]
+    assert value == 2 and gone == 'ServerGone: its engine ended' and late == 'TimeoutError: a bucket of weights did not end within 0.3 s'
+    assert seconds < 5

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rollouts.running import greedy_of_transformers, trainer_and_data
-from tests.rollouts.servers import Server, free_port, start
+from tests.rollouts.servers import FakeProcess, Server, free_port, start
 from tests.step.training import arguments, train
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
@@ -27,23 +28,27 @@ def model(tiny_model: Any) -> Path:
 
 
 @pytest.fixture(scope='module')
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start(model, tmp_path_factory.mktemp('server'))
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """One that takes whole models and one that takes adapters; they start together."""
+    folder = tmp_path_factory.mktemp('servers')
+    running = [start(model, folder), start(model, folder, vllm_enable_lora='true', vllm_max_lora_rank=8)]
     try:
-        running.wait_until_ready()
+        for one in running:
+            one.wait_until_ready()
         yield running
     finally:
-        running.end()
+        for one in running:
+            one.end()
 
 
 @pytest.fixture(scope='module')
-def adapter_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start(model, tmp_path_factory.mktemp('server'), vllm_enable_lora='true', vllm_max_lora_rank=8)
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.end()
+def server(servers: list[Server]) -> Server:
+    return servers[0]
+
+
+@pytest.fixture(scope='module')
+def adapter_server(servers: list[Server]) -> Server:
+    return servers[1]
 
 
 def served(server: Server, **changes: Any) -> dict[str, Any]:
@@ -112,6 +117,7 @@ def test_one_generation_ahead(ranks: Any, model: Path, server: Server, tmp_path:
     plain = run()
     none_ahead = run(async_generate='true', max_staleness=0)
     assert none_ahead.column('loss') == plain.column('loss') and none_ahead.column('reward') == plain.column('reward')
+    assert all(torch.equal(weight, none_ahead.weights[name]) for name, weight in plain.weights.items())
     assert none_ahead.column('rollout/staleness') == [0.0, 0.0, 0.0, 0.0]
     ahead = run(async_generate='true')
     assert ahead.column('rollout/staleness') == [0.0, 1.0, 1.0, 1.0]
@@ -180,15 +186,14 @@ def lose_one_in_a_sync(argv: list[str], pid: int) -> dict[str, Any]:
 
 
 def test_a_server_that_is_killed_in_a_sync_is_dropped_and_the_run_goes_on(ranks: Any, model: Path, server: Server, tmp_path: Path) -> None:
-    second = start(model, tmp_path)
+    second = FakeProcess()
     try:
-        second.wait_until_ready()
         argv = arguments(tmp_path, model, **served(server, vllm_server_host=['127.0.0.1', '127.0.0.1'],
                                                    vllm_server_port=[server.port, second.port],
                                                    vllm_server_group_port=[free_port(), free_port()]))
         state = ranks.run(lose_one_in_a_sync, argv, second.process.pid, world_size=1, deadline=300.)[0]
     finally:
-        second.end()
+        second.kill()
     both = sorted(f'http://127.0.0.1:{port}' for port in (server.port, second.port))
     one = [f'http://127.0.0.1:{server.port}']
     assert (state[0], state[1], state[2]) == (both, one, one) and state['iteration'] == 3

@@ -75,13 +75,14 @@ class Engine:
         from swift.infer_engine.protocol import ChatCompletionResponse, ChatCompletionResponseChoice, ChatMessage, RolloutOutput, UsageInfo
         self.calls.append([request.uuid for request in requests])
         self.seeds = [*getattr(self, 'seeds', []), sampling.seed]
+        self.limits = [*getattr(self, 'limits', []), sampling.limits]
         return [RolloutOutput(response=ChatCompletionResponse(
             model='', usage=UsageInfo(1, 1, 2), choices=[ChatCompletionResponseChoice(
                 index=0, message=ChatMessage(role='assistant', content=request.uuid), finish_reason='stop', logprobs=None, token_ids=[5, 6])]))
             for request in requests]
 
 
-def two_ranks(plugin: str, fail: bool) -> dict[str, Any]:
+def two_ranks(plugin: str, fail: bool, budget: int = 100) -> dict[str, Any]:
     import copy
     import torch.distributed as dist
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -95,7 +96,8 @@ def two_ranks(plugin: str, fail: bool) -> dict[str, Any]:
     engine = Engine(rank)
     template = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text, **kw: [], decode=lambda ids, **kw: str(ids)),
                                _get_response_prefix=lambda inputs: '')
-    turns = Turns(SimpleNamespace(multi_turn_scheduler='two_turns', max_turns=3, gym_env=None), template, engine)
+    turns = Turns(SimpleNamespace(multi_turn_scheduler='two_turns', max_turns=3, gym_env=None, max_completion_length=budget, vllm_mode='colocate',
+                                  completion_length_limit_scope='total' if budget < 100 else 'per_round'), template, engine)
     requests = [RolloutInferRequest(messages=[{'role': 'user', 'content': f'{i}'}], uuid=f'r{i}',
                                     data_dict={'solution': 'fail' if fail and i == 2 else ''}) for i in range(3)]
     part = range(0, 1) if rank == 0 else range(1, 3)
@@ -103,7 +105,7 @@ def two_ranks(plugin: str, fail: bool) -> dict[str, Any]:
         outputs = turns.run(copy.deepcopy(requests), part, Sampling(temperature=1.0, max_tokens=4, seed=7))
     except Exception as error:
         return {'error': f'{type(error).__name__}: {error}'}
-    return {'calls': engine.calls, 'seeds': engine.seeds, 'answers': [output.messages[-1]['content'] for output in outputs],
+    return {'calls': engine.calls, 'seeds': engine.seeds, 'limits': engine.limits, 'answers': [output.messages[-1]['content'] for output in outputs],
             'ids': [output.response_token_ids for output in outputs]}
 
 
@@ -114,6 +116,25 @@ def test_the_ranks_of_an_engine_bring_their_turns_together(ranks: Any) -> None:
         assert result['seeds'][:2] == [7, 7 + 2**13]
     assert [result['answers'] for result in results] == [['r0'], ['r1', 'r2']]
     assert results[0]['ids'] == [[[5, 6], [5, 6]]]
+
+
+def test_a_common_limit_is_what_earlier_turns_left(ranks: Any) -> None:
+    # each turn of the double takes two tokens
+    results = ranks.run(two_ranks, str(PLUGIN), False, 5, world_size=2)
+    assert [result['limits'][:2] for result in results] == [[(), (3, 3, 3)]] * 2
+    results = ranks.run(two_ranks, str(PLUGIN), False, 2, world_size=2)
+    assert [result['calls'] for result in results] == [[['r0', 'r1', 'r2']]] * 2, 'nothing is left for a second turn'
+
+
+def test_a_limit_of_all_rounds_together_bounds_the_sampled_tokens(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
+    changes = {'rollout_importance_sampling_mode': None, 'train_iters': 1}
+    _, each = run(ranks, tiny_model, tmp_path / 'each', **changes)
+    _, together = run(ranks, tiny_model, tmp_path / 'together', completion_length_limit_scope='total', **changes)
+    sizes = [[[len(turn) for turn in row['response_token_ids']] for row in rows] for rows in (each, together)]
+    assert [first for first, *_ in sizes[0]] == [first for first, *_ in sizes[1]], 'the first round is the same'
+    assert max(sum(turns) for turns in sizes[0]) > 12, 'otherwise nothing is tested'
+    assert max(sum(turns) for turns in sizes[1]) == 12
+    assert {len(turns) for turns in sizes[1] if turns[0] == 12} == {1}
 
 
 def test_an_error_on_one_rank_of_an_engine_is_raised_on_all(ranks: Any) -> None:

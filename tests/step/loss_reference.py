@@ -6,16 +6,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from swift_megatron_grpo.step.advantage import token_advantages
+from swift_megatron_grpo.step.advantage import rlsd_advantages, token_advantages
 from swift_megatron_grpo.step.corrections import finish_metrics
 from swift_megatron_grpo.step.coupled import couple, needs_step_pass
 from swift_megatron_grpo.step.loss import policy_loss
 from swift_megatron_grpo.step.loss_config import LossConfig
-from swift_megatron_grpo.step.weights import token_weights
+from swift_megatron_grpo.step.weights import distillation_weights, token_weights
 from swift_megatron_grpo.types import LossInputs, Sums, TokenTable
 
 NUM_GENERATIONS = 4
 MAX_COMPLETION_LENGTH = 16
+UPDATE = 3  # optimizer steps before the generation
 # Three groups of four: an empty completion in the first, a truncated one in the second, no variance in the third.
 LENGTHS = [5, 1, 14, 0, 3, 7, 2, 16, 4, 4, 1, 9]
 TRUNCATED = [7]
@@ -40,6 +41,7 @@ class Step:
     entropies_K: torch.Tensor
     teacher_K: torch.Tensor | None = None
     teacher_kl_coef: float = 0.0
+    distills: bool = False  # sdar: the teacher speaks in the loss, not in the advantages
 
     @property
     def ids_K(self):
@@ -73,7 +75,6 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
 
     `mask`, bool [S, T]: where the tokens stand in the padded rows; by default at the left.
     """
-    from swift.rl_core.advantage import expand_advantage_to_per_token
     from swift.rl_core.data import GRPOBatch
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
@@ -98,7 +99,8 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
     trainer.model = SimpleNamespace(training=True)
     trainer.accelerator = SimpleNamespace(gather_for_metrics=lambda values: values, num_processes=1)
     trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.current_gradient_accumulation_steps = False, None, 1
-    trainer._has_teacher, trainer.chord_sft_iterator, trainer.sdar_loss_coef = config.has_teacher, None, 0.0
+    trainer._has_teacher, trainer.chord_sft_iterator, trainer.sdar_loss_coef = config.has_teacher, None, config.sdar_loss_coef
+    trainer.sdar_gate_beta = config.sdar_gate_beta
     trainer.disable_rollout_importance_sampling = False
     trainer._metrics, trainer._logs = {'train': defaultdict(list)}, defaultdict(list)
 
@@ -118,7 +120,8 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
         old_per_token_logps=pad(step.old_K),
         ref_per_token_logps=pad(step.ref_K),
         rollout_per_token_logps=pad(step.rollout_K),
-        advantages=expand_advantage_to_per_token(step.advantages_S, mask, pad(step.teacher_K), pad(step.old_K), step.teacher_kl_coef),
+        teacher_per_token_logps=pad(step.teacher_K),
+        advantages=_ms_swift_advantages(config, step, mask, pad),
         num_items_in_batch=mask.sum())
     loss, metrics = trainer._compute_loss_and_metrics(trainer.model, {}, batch)
     trainer._update_metrics(metrics)
@@ -129,8 +132,27 @@ def reference_loss(config: LossConfig, step: Step, overlong_filter: bool, mask: 
     return loss.detach(), gradient[mask], {name: float(values[0]) for name, values in trainer._metrics['train'].items()}
 
 
+def _ms_swift_advantages(config: LossConfig, step: Step, mask: torch.Tensor, pad):
+    from swift.rl_core.advantage import apply_rlsd_reweight, expand_advantage_to_per_token
+    if config.advantage_reweight == 'rlsd':
+        return apply_rlsd_reweight(step.advantages_S, mask, pad(step.teacher_K), pad(step.old_K), lam=config.rlsd_lambda_at(UPDATE),
+                                   clip_range=config.rlsd_reweight_clip_range, negative_only=config.rlsd_negative_only)
+    if step.distills:
+        return expand_advantage_to_per_token(step.advantages_S, mask)
+    return expand_advantage_to_per_token(step.advantages_S, mask, pad(step.teacher_K), pad(step.old_K), step.teacher_kl_coef)
+
+
+def _our_advantages(config: LossConfig, step: Step):
+    if config.advantage_reweight == 'rlsd':
+        return rlsd_advantages(config, step.advantages_S, step.ids_K, teacher_logprobs_K=step.teacher_K, old_logprobs_K=step.old_K, update=UPDATE)
+    if step.distills:
+        return token_advantages(step.advantages_S, step.ids_K)
+    return token_advantages(step.advantages_S, step.ids_K, teacher_logprobs_K=step.teacher_K, old_logprobs_K=step.old_K,
+                            teacher_kl_coef=step.teacher_kl_coef)
+
+
 def prepare(config: LossConfig, step: Step, overlong_filter: bool):
-    """The step's TokenTable, with what couples its sequences worked out; and the metrics of that."""
+    """The step's TokenTable, and what couples its sequences."""
     weights_K = token_weights(
         config.loss_type,
         lengths_S=step.lengths_S,
@@ -143,8 +165,7 @@ def prepare(config: LossConfig, step: Step, overlong_filter: bool):
         truncated_S=step.truncated_S,
         groups_S=step.groups_S,
         sequence_of_token_K=step.ids_K,
-        advantages_K=token_advantages(step.advantages_S, step.ids_K, teacher_logprobs_K=step.teacher_K, old_logprobs_K=step.old_K,
-                                      teacher_kl_coef=step.teacher_kl_coef),
+        advantages_K=_our_advantages(config, step),
         weights_K=weights_K,
         rollout_logprobs_K=step.rollout_K,
         old_logprobs_K=step.old_K,
@@ -152,16 +173,15 @@ def prepare(config: LossConfig, step: Step, overlong_filter: bool):
     passed = needs_step_pass(config, on_policy=step.old_K is None)
     coupled = couple(
         config, table, logprobs_K=step.new_K if passed else None, entropies_K=step.entropies_K if passed and config.needs_entropy else None)
-    table.weights_K, table.keep_K = coupled.weights_K, coupled.keep_K
-    table.coefficient_K, table.coupled_loss = coupled.coefficient_K, coupled.coupled_loss
-    return table, coupled.metrics
+    return table, coupled
 
 
 def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batches):
     """The sum of our micro-batches' losses, its gradient for the log-probabilities [K], and the metrics of the step."""
-    table, step_metrics = prepare(config, step, overlong_filter)
+    table, coupled = prepare(config, step, overlong_filter)
     new_K = step.new_K.clone().requires_grad_()
     total, sums = torch.zeros(()), Sums()
+    distillation_K = distillation_weights(step.lengths_S, step.truncated_S, overlong_filter=overlong_filter) if step.distills else None
     for rows in micro_batches:
         index_C = torch.cat([torch.nonzero(step.ids_K == row).flatten() for row in rows])
         ids_C = torch.repeat_interleave(torch.arange(len(rows)), step.lengths_S[rows])
@@ -176,15 +196,17 @@ def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batche
                 new_logprobs_C=new_C,
                 old_logprobs_C=new_C.detach() if step.old_K is None else step.old_K[index_C],
                 advantages_C=table.advantages_K[index_C],
-                weights_C=table.weights_K[index_C],
+                weights_C=coupled.weights_K[index_C],
                 sequence_ids_C=ids_C,
                 num_sequences=len(rows),
                 ref_logprobs_C=take(table.ref_logprobs_K),
                 rollout_logprobs_C=take(table.rollout_logprobs_K),
                 entropies_C=take(step.entropies_K),
-                keep_C=take(table.keep_K),
-                coefficient_C=take(table.coefficient_K),
-                coupled_loss=table.coupled_loss))
+                keep_C=take(coupled.keep_K),
+                coefficient_C=take(coupled.coefficient_K),
+                coupled_loss=coupled.coupled_loss,
+                teacher_logprobs_C=take(step.teacher_K),
+                distillation_weights_C=take(distillation_K)))
         loss.backward()
         total = total + loss.detach()
         for name, (value, count) in micro_sums.means.items():
@@ -195,5 +217,5 @@ def our_loss(config: LossConfig, step: Step, overlong_filter: bool, micro_batche
             sums.maximum(name, value)
     metrics = finish_metrics({name: float(value / count.clamp(min=1.0)) for name, (value, count) in sums.means.items()})
     metrics.update({name: float(-value if name.endswith('min') else value) for name, value in sums.maxima.items()})
-    metrics.update({name: float(value) for name, value in step_metrics.items()})
+    metrics.update({name: float(value) for name, value in coupled.metrics.items()})
     return total, new_K.grad, metrics

@@ -132,18 +132,18 @@ def test_clip_cov_draws_from_its_band_and_the_draw_is_the_update_s():
 
 def test_clip_cov_and_the_entropy_quantile_meet_in_one_mask():
     step = make_step()
-    entropy, _ = prepare(LossConfig(top_entropy_quantile=0.5), step, False)
-    both, metrics = prepare(LossConfig(top_entropy_quantile=0.5, clip_cov_ratio=0.1, clip_cov_low=0.0), step, False)
+    _, entropy = prepare(LossConfig(top_entropy_quantile=0.5), step, False)
+    _, both = prepare(LossConfig(top_entropy_quantile=0.5, clip_cov_ratio=0.1, clip_cov_low=0.0), step, False)
     assert not (both.keep_K & ~entropy.keep_K).any()
     assert int(entropy.keep_K.sum()) == 33
     assert int(both.keep_K.sum()) < 33
-    assert float(metrics['clip_cov/selected_ratio']) == pytest.approx(6 / 66)
+    assert float(both.metrics['clip_cov/selected_ratio']) == pytest.approx(6 / 66)
 
 
 def test_bnpo_divides_by_what_the_off_policy_mask_leaves():
     step = make_step()
-    plain, _ = prepare(LossConfig(loss_type='bnpo'), step, True)
-    masked, _ = prepare(LossConfig(loss_type='bnpo', off_policy_sequence_mask_delta=0.05), step, True)
+    _, plain = prepare(LossConfig(loss_type='bnpo'), step, True)
+    _, masked = prepare(LossConfig(loss_type='bnpo', off_policy_sequence_mask_delta=0.05), step, True)
     assert float(plain.weights_K.max()) == pytest.approx(1 / 50)  # 66 tokens less 16 truncated
     assert torch.equal(masked.weights_K > 0, plain.weights_K > 0)
     assert 1 / float(masked.weights_K.max()) == pytest.approx(DROPPED_LEAVE, rel=1e-6)

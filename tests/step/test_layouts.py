@@ -42,6 +42,11 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
     assert errors[worst] < TOLERANCE, f'{worst}: {errors[worst]:.1e}'
 
 
+def marked(layouts: dict[str, Any], quick: set[str]) -> list[Any]:
+    """One layout of each kind stays in the quick suite."""
+    return [pytest.param(layout, marks=pytest.mark.quick if layout in quick else ()) for layout in layouts]
+
+
 DENSE = {
     'tp2': (2, {'tensor_model_parallel_size': 2}),
     'tp2-sp': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
@@ -60,7 +65,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize('layout', DENSE)
+@pytest.mark.parametrize('layout', marked(DENSE, quick={'tp2-sp', 'pp2', 'cp2', 'dp2'}))
 def test_a_dense_model_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
     model = tiny_model('qwen3')
     world_size, changes = DENSE[layout]
@@ -85,7 +90,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize('layout', EXPERTS)
+@pytest.mark.parametrize('layout', marked(EXPERTS, quick={'ep2-tp2-sp'}))
 def test_a_mixture_of_experts_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
     model, kind = tiny_model('qwen3_moe'), {'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none'}
     world_size, changes = EXPERTS[layout]
@@ -137,7 +142,12 @@ def test_chosen_modules_whole_modules_and_rank_stabilized_adapters_train_alike(r
     assert_same(run(model, 4, adapters=start, **SELECTED, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), expected)
 
 
-def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any) -> None:
+STAGES = {'tp2': {'tensor_model_parallel_size': 2}, 'pp2': {'pipeline_model_parallel_size': 2},
+          'vpp2-pp2': {'pipeline_model_parallel_size': 2, 'virtual_pipeline_model_parallel_size': 2}}
+
+
+@pytest.mark.parametrize('layout', STAGES)
+def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any, layout: str) -> None:
     model = tiny_model('qwen3')
     frozen = {**SGD, 'freeze_parameters': ['embedding', 'decoder.layers.0', 'decoder.layers.1'], 'trainable_parameters': ['decoder.layers.1.mlp']}
     expected = run(model, **frozen)
@@ -147,7 +157,7 @@ def test_frozen_parts_stay_and_the_rest_trains_alike(run: Any, tiny_model: Any) 
     assert 'model.embed_tokens.weight' in still and 'model.layers.0.mlp.up_proj.weight' in still
     assert 'model.layers.1.self_attn.q_proj.weight' in still
     assert not still & {'model.layers.1.mlp.up_proj.weight', 'model.layers.2.self_attn.q_proj.weight', 'lm_head.weight'}
-    assert_same(run(model, 2, **frozen, tensor_model_parallel_size=2), expected)
+    assert_same(run(model, 2, **frozen, **STAGES[layout]), expected)
 
 
 def test_a_vocabulary_that_tensor_parallel_ranks_cannot_share_evenly_trains_alike(run: Any, tiny_model: Any) -> None:

@@ -196,6 +196,34 @@ def test_a_teacher_s_advantages_token_by_token_equal_ms_swift(loss_type, level):
     assert_close_gradients(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize('loss_type', [name for name in LOSS_TYPES if name not in ('real', 'fipo')])
+@pytest.mark.parametrize('extra', [{}, {'rlsd_negative_only': True, 'rlsd_lambda': 1.0}, {'rlsd_lambda_warmup_steps': 4},
+                                   {'rlsd_lambda_warmup_steps': 1, 'rlsd_lambda_decay_steps': 8, 'rlsd_reweight_clip_range': 0.5}])
+def test_self_distilled_advantages_equal_ms_swift(loss_type, extra):
+    switches = {**EVERYTHING, 'off_policy_sequence_mask_delta': None, 'advantage_reweight': 'rlsd', **extra}
+    config, step, overlong_filter = build(loss_type, 'token', switches)
+    step.teacher_K = step.ref_K.flip(0)
+    expected_loss, expected_gradient, _ = reference_loss(config, step, overlong_filter)
+    loss, gradient, _ = our_loss(config, step, overlong_filter, SPLITS['groups torn apart'])
+    assert_close_losses(loss, expected_loss)
+    assert_close_gradients(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize('loss_type', LOSS_TYPES)
+@pytest.mark.parametrize('overlong_filter', [False, True])
+def test_gated_distillation_equals_ms_swift_however_the_step_is_cut(loss_type, overlong_filter):
+    config, step, overlong_filter = build(loss_type, 'token', {'beta': 0.1, 'sdar_loss_coef': 0.3, 'sdar_gate_beta': 2.0,
+                                                               'overlong_filter': overlong_filter})
+    step.teacher_K, step.distills = step.ref_K.flip(0), True
+    expected_loss, expected_gradient, expected = reference_loss(config, step, overlong_filter)
+    for split in SPLITS.values():
+        loss, gradient, metrics = our_loss(config, step, overlong_filter, split)
+        assert_close_losses(loss, expected_loss)
+        assert_close_gradients(gradient, expected_gradient)
+    for name in ('sdar/gate_mean', 'sdar/gate_active_ratio', 'sdar/teacher_gap_mean', 'sdar/loss'):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
 def test_overflow_at_a_masked_token_does_not_reach_the_gradient():
     step = make_step()
     step.new_K[step.ids_K == 7] = 1e4  # the truncated sequence: its ratio would be infinite

@@ -51,6 +51,7 @@ def collect(rows: list[str], good: set[int], *, prompts: int = 2, limit: int = 1
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     args = SimpleNamespace(**{'dynamic_sample': True, 'max_resample_times': 2, 'truncation_strategy': 'left', 'num_generations': 2, 'seed': 1,
+                              'loss_type': 'grpo', 'off_policy_sequence_mask_delta': None, 'sdar_loss_coef': 0.0,
                               **changes})
     data = [{'messages': [{'role': 'user', 'content': row}, {'role': 'assistant', 'content': 'x' * 500}]} for row in rows]
     rollouts = _Rollouts(good)

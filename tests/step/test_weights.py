@@ -5,9 +5,9 @@ import torch
 from swift_megatron_grpo.step.weights import token_weights
 
 
-def weights(loss_type, lengths=(3, 0, 1), truncated=(False, False, False), overlong_filter=True, **options):
+def weights(loss_type, lengths=(3, 0, 1), truncated=(False, False, False), overlong_filter=True):
     return token_weights(loss_type, lengths_S=torch.tensor(lengths), truncated_S=torch.tensor(truncated), overlong_filter=overlong_filter,
-                         max_completion_length=10, **options).tolist()
+                         max_completion_length=10).tolist()
 
 
 @pytest.mark.parametrize('loss_type, expected', [
@@ -42,10 +42,6 @@ def test_the_overlong_filter_takes_the_truncated_sequence_out(loss_type, expecte
 def test_nothing_left_gives_zeros(loss_type):
     assert weights(loss_type, truncated=(True, True, True)) == [0, 0, 0, 0]
     assert weights(loss_type, lengths=(0, 0, 0)) == []
-
-
-def test_the_denominator_of_a_whole_generation_can_be_given():
-    assert weights('dapo', num_normalizing_tokens=16) == pytest.approx([1 / 16] * 4)
 
 
 def test_weights_are_float32_and_sum_to_one_over_a_long_step():

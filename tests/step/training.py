@@ -162,3 +162,22 @@ def _recording(trainer: Any, log_ratios: list[float]) -> Iterator[None]:
         yield
     finally:
         learn.policy_loss = loss
+
+
+def train_and_stop(argv: list[str], after: int, rank: int) -> Outcome | None:
+    """`train`, where one rank gets the stop signal during optimizer step `after`. Runs on every rank of a case, collective."""
+    import os
+    import torch.distributed as dist
+    from swift_megatron_grpo.interruption import STOP_SIGNAL
+    from swift_megatron_grpo.pipeline import MegatronGRPOTrainer
+    from unittest import mock
+    train_step = MegatronGRPOTrainer.train_step
+
+    def signalled(self: Any, step: Any) -> Any:
+        result = train_step(self, step)
+        if self.progress.iteration == after and dist.get_rank() == rank:
+            os.kill(os.getpid(), STOP_SIGNAL)
+        return result
+
+    with mock.patch.object(MegatronGRPOTrainer, 'train_step', signalled):
+        return train(argv)

@@ -10,6 +10,8 @@ import pytest
 from tests.rank_pool import REPOSITORY
 from tests.step.training import arguments
 
+pytestmark = pytest.mark.heavy
+
 RAISING = '''
 from swift.rewards import ORM, orms
 

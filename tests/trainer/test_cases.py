@@ -176,3 +176,23 @@ def test_a_prompt_that_is_too_long_and_groups_of_equal_rewards_are_replaced_in_a
     completions = [json.loads(line) for line in (folder / 'completions.jsonl').read_text().splitlines()]
     prompts = [row['prompt'][-1]['content'] for row in completions]
     assert len(completions) == 4 and rows[0] == prompts[0] and rows[1] not in prompts
+
+
+def test_a_stream_whose_rows_are_partly_left_out_goes_on_where_it_stopped(run: Any, tmp_path: Path) -> None:
+    data = tmp_path / 'stream.jsonl'
+    rows = ['1 + 2 ' * 40 if i in (1, 4, 5, 9) else f'what is {i} + 2?' for i in range(24)]
+    data.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': row}], 'solution': str(i)}) + '\n' for i, row in enumerate(rows)))
+    changes = {'dataset': data, 'streaming': 'true', 'dataset_shuffle': 'false', 'max_length': 60, 'truncation_strategy': 'delete',
+               'global_batch_size': 4, 'num_generations': 2, 'train_iters': 4, 'generation_batch_size': 8, 'max_completion_length': 4,
+               'save_strategy': 'steps', 'save_steps': 1, 'log_completions': 'true'}
+    straight, folder = run('stream', **changes)
+    # of rows 0 to 6 three, of rows 7 to 11 one
+    assert [row.get('truncation/replaced_prompts') for row in straight.logs] == [3.0, None, 1.0, None]
+    assert 'epoch' not in straight.logs[0]
+    for stopped_after in (1, 2):  # inside the first generation, and at its end
+        resumed, again = run(f'stream-{stopped_after}', **changes, resume_from_checkpoint=folder / f'checkpoint-{stopped_after}')
+        assert resumed.column('loss') == straight.column('loss')[stopped_after:]
+        texts = [[json.loads(line)['prompt'] for line in (place / 'completions.jsonl').read_text().splitlines()][-8:] for place in (folder, again)]
+        assert texts[0] == texts[1]
+        for name, weight in straight.weights.items():
+            assert torch.equal(resumed.weights[name], weight), name

@@ -3,10 +3,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.doors.environments import wheel_env  # noqa: F401
 from tests.step.training import PLUGIN
+
+pytestmark = pytest.mark.heavy
 
 
 def test_an_adapter_is_trained_by_the_ordinary_command_and_loads_in_peft(wheel_env: Any, tiny_model: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -1,11 +1,12 @@
 """A run as a whole: what it needs, that it goes on exactly where it stopped, and what its first step looks like."""
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.step.training import Outcome, arguments, train, write_rollouts
+from tests.step.training import Outcome, arguments, train, train_and_stop, write_rollouts
 
 
 @pytest.fixture(scope='module')
@@ -36,6 +37,33 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit_at_a_border_and_inside_
             assert resumed.column(name) == straight.column(name)[stopped_after:], name
         for name, weight in straight.weights.items():
             assert torch.equal(resumed.weights[name], weight), name
+
+
+@pytest.mark.parametrize('momentum', [0.0, 0.5])
+def test_sgd_resumes_to_the_bit_too(run: Any, momentum: float) -> None:
+    changes = {'train_iters': 3, 'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 8, 'optimizer': 'sgd', 'sgd_momentum': momentum,
+               'lr': 0.1, 'min_lr': 0.05}
+    straight, folder = run(f'sgd-{momentum}', **changes)
+    resumed, _ = run(f'sgd-{momentum}-resumed', **{**changes, 'save_strategy': 'no'}, resume_from_checkpoint=folder / 'checkpoint-2')
+    assert straight.column('grad_norm')[2] > 0.0
+    for name in ('loss', 'grad_norm'):
+        assert resumed.column(name) == straight.column(name)[2:], name
+    for name, weight in straight.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_a_run_that_one_rank_is_asked_to_stop_saves_on_all_ranks_and_can_be_gone_on_from(run: Any, ranks: Any, tiny_model: Any,
+                                                                                         tmp_path: Path) -> None:
+    changes = {'train_iters': 6, 'generation_batch_size': 16, 'save_strategy': 'steps', 'save_steps': 100, 'max_completion_length': 8}
+    argv = arguments(tmp_path, tiny_model('qwen3'), **changes)
+    stopped = ranks.run(train_and_stop, argv, 3, 0, world_size=2, deadline=300.)[-1]
+    checkpoint = tmp_path / 'out' / 'checkpoint-3'
+    assert [path.name for path in (tmp_path / 'out').glob('checkpoint-*')] == ['checkpoint-3']
+    assert len(stopped.logs) == 3
+    state = json.loads((checkpoint / 'trainer_state.json').read_text())
+    assert (state['iteration'], state['generation'], state['updates_in_generation']) == (3, 1, 1)  # inside the second generation
+    resumed, _ = run('after-a-stop', world_size=2, **{**changes, 'save_strategy': 'no', 'train_iters': 4}, resume_from_checkpoint=checkpoint)
+    assert len(resumed.logs) == 1
 
 
 def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
@@ -72,3 +100,35 @@ def test_dropout_and_rank_stabilised_scaling_of_an_adapter_have_an_effect(run: A
     assert abs(dropped.column('grad_norm')[0] / plain.column('grad_norm')[0] - 1) > 1e-3
     # B starts at zero, so only B has a gradient, and it is proportional to the scaling: alpha / sqrt(r) against alpha / r
     assert stabilised.column('grad_norm')[0] == pytest.approx(2 * plain.column('grad_norm')[0], rel=1e-4)
+
+
+STEP_REWARD = '''
+from swift.rewards import ORM, orms
+
+
+class NearestToTwo(ORM):
+
+    def __call__(self, completions, trainer_state, **kwargs):
+        return [-abs(trainer_state.global_step - 2.0)] * len(completions)
+
+
+orms['nearest_to_two'] = NearestToTwo
+'''
+
+
+def test_the_best_checkpoint_is_kept_and_is_the_last_one_at_the_end_also_of_a_resumed_run(run: Any, tmp_path: Path) -> None:
+    plugin = tmp_path / 'nearest_to_two.py'
+    plugin.write_text(STEP_REWARD)
+    val = tmp_path / 'val.jsonl'
+    val.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}\n' * 2)
+    changes = {'external_plugins': plugin, 'reward_funcs': 'nearest_to_two', 'val_dataset': val, 'eval_strategy': 'steps', 'eval_steps': 1,
+               'save_strategy': 'steps', 'save_steps': 1, 'save_total_limit': 2, 'max_completion_length': 4, 'metric_for_best_model': 'eval_reward',
+               'load_best_model_at_end': 'true', 'dynamic_sample': 'false'}
+    _, folder = run('best', train_iters=3, **changes)
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == ['checkpoint-2', 'checkpoint-3']
+    assert (folder / 'last-checkpoint').readlink() == Path('checkpoint-2')
+    state = json.loads((folder / 'checkpoint-3' / 'trainer_state.json').read_text())
+    assert (state['best_metric'], state['best_global_step']) == (0.0, 2)
+    run('best', train_iters=4, **changes, resume_from_checkpoint=folder / 'checkpoint-3')
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == ['checkpoint-2', 'checkpoint-4']
+    assert (folder / 'last-checkpoint').readlink() == Path('checkpoint-2')

@@ -146,12 +146,64 @@ def test_under_lora_the_policys_own_model_teaches_without_the_adapter_and_withou
     assert fresh.column('teacher_kl') == [0.0] and fresh.column('grad_norm') == [0.0]
 
 
-def test_a_prompt_of_the_teachers_own_is_refused_by_its_row(ranks: Any) -> None:
+@pytest.fixture(scope='module')
+def privileged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of the first prompt bring a prompt for the teacher; it is longer than the policy's."""
+    folder = write_rollouts(tmp_path_factory.mktemp('privileged'), generations=1, prompts=2, num_generations=4)
+    path = folder / 'generation-000000.jsonl'
+    head, *rows = path.read_text().splitlines()
+    path.write_text('\n'.join([head, *(json.dumps({**json.loads(row), 'columns': {'teacher_prompt': HINT} if json.loads(row)['prompt_index'] == 0
+                                                   else {}}) for row in rows)]) + '\n')
+    return folder
+
+
+HINT = 'what is 5 + 7? the answer is 12, say so'
+
+
+def test_the_policy_teaches_itself_where_a_row_brings_another_prompt(run: Any, privileged: Path, rollouts: Path, tiny_model: Any) -> None:
+    got = run('self', rollouts=privileged, teacher_kl_coef=0.5)
+    rows = _rows(privileged)
+    shown = [{**row, 'messages': [{'role': 'user', 'content': HINT}]} if row['prompt_index'] == 0 else row for row in rows]
+    taught, own = (transformers_logprobs(tiny_model('qwen3'), each, 0.9) for each in (shown, rows))
+    differences = [[t - s for t, s in zip(theirs, ours, strict=True)] for theirs, ours in zip(taught, own)]
+    flat = [d for row in differences for d in row]
+    expected = sum(math.exp(d) - d - 1 for d in flat) / len(flat)
+    assert expected > 1e-3 and got.column('teacher_kl')[0] == pytest.approx(expected, rel=1e-4)
+    without = run('without', rollouts=rollouts)
+    assert 'teacher_kl' not in without.logs[0]
+    shift = -sum(0.5 * sum(row) / max(len(row), 1) for row in differences) / len(rows)
+    assert got.column('loss')[0] - without.column('loss')[0] == pytest.approx(shift, rel=1e-4)
+
+
+# SDAR leaves the advantages alone, so a loss that needs one a sequence may stand beside it.
+DISTILLED = {'self': {'teacher_kl_coef': 0.5}, 'rlsd': {'advantage_reweight': 'rlsd', 'rlsd_lambda': 0.8, 'rlsd_reweight_clip_range': 0.5},
+             'sdar': {'sdar_loss_coef': 0.5, 'sdar_gate_beta': 2.0, 'loss_type': 'real', 'beta': 0.05}}
+LAYOUTS = {'tp2-pp2': (4, {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2}), 'dp2': (2, {'micro_batch_size': 2}),
+           'cp2': (2, {'context_parallel_size': 2})}
+
+
+@pytest.mark.parametrize('kind', DISTILLED)
+def test_self_distillation_trains_alike_in_every_layout(run: Any, privileged: Path, rollouts: Path, kind: str) -> None:
+    changes = DISTILLED[kind]
+    expected = run(f'{kind}-1', rollouts=privileged, **changes)
+    plain = run(f'{kind}-plain', rollouts=rollouts, **{**changes, 'advantage_reweight': None})
+    assert expected.column('grad_norm')[0] != pytest.approx(plain.column('grad_norm')[0], rel=1e-3)
+    names = {'self': ['teacher_kl'], 'rlsd': ['teacher_kl', 'rlsd_lambda'], 'sdar': ['sdar/gate_mean', 'sdar/loss', 'sdar/coef']}[kind]
+    for layout, (world_size, sizes) in LAYOUTS.items():
+        got = run(f'{kind}-{layout}', world_size, rollouts=privileged, **changes, **sizes)
+        for name in ('loss', 'grad_norm', *names):
+            assert got.column(name)[0] == pytest.approx(expected.column(name)[0], rel=1e-5, abs=1e-7), (layout, name)
+
+
+def test_a_prompt_of_the_teachers_own_is_refused_by_its_row_where_advantages_are_one_a_sequence(ranks: Any) -> None:
     with pytest.raises(UserError, match="row 4 has the column 'teacher_prompt'"):
         ranks.run(refuse, world_size=1)
 
 
 def refuse() -> None:
-    from swift_megatron_grpo.step.prompts import Prompt
     from swift_megatron_grpo.teacher import refuse_own_prompts
-    refuse_own_prompts([Prompt(dataset_index=3, row={'teacher_prompt': ''}), Prompt(dataset_index=4, row={'teacher_prompt': 'the answer is 3'})])
+    rows = [(3, {'teacher_prompt': ''}), (4, {'teacher_prompt': 'the answer is 3'})]
+    args = SimpleNamespace(loss_type='grpo', off_policy_sequence_mask_delta=None, sdar_loss_coef=0.0)
+    refuse_own_prompts(args, rows)
+    refuse_own_prompts(SimpleNamespace(**{**vars(args), 'loss_type': 'fipo', 'sdar_loss_coef': 0.1}), rows)
+    refuse_own_prompts(SimpleNamespace(**{**vars(args), 'loss_type': 'fipo'}), rows)

@@ -8,6 +8,8 @@ import torch
 from tests.rank_pool import RankPool
 from tests.step.training import arguments
 
+pytestmark = pytest.mark.heavy
+
 QUESTIONS = ('what is 3 + 4?', 'hello', 'compute 17 - 9', 'a')
 NUM_TOKENS = 12
 

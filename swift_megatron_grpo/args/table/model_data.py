@@ -2,7 +2,7 @@
 
 ROWS = r"""
 hub_token | both | str | null | null | kept | - |
-seed | both | int | 42 | 42 | kept | - |
+seed | both | int | 42 | 42 | converted | - | Megatron's random state wants a seed above 0
 data_seed | both | int | 42 | 42 | kept | - |
 remove_unused_columns | both | bool | true | true | kept | - |
 ddp_backend | both | str{nccl,gloo} | null | "nccl" | kept | - | where it is not given: nccl on accelerators, gloo without
@@ -34,7 +34,7 @@ norm_bbox | both | str{norm1000,none} | null | null | kept | - |
 use_chat_template | both | bool | null | null | kept | - |
 padding_side | both | str{left,right} | "right" | "right" | no_effect | - | sequences are packed, or padded on the right, whatever the engine does
 padding_free | both | bool | false | true | kept | - | the gradient does not depend on it; packed where nothing is said
-sequence_parallel_size | both | int | 1 | 1 | renamed | context_parallel_size | where context_parallel_size is not given; its optimizer steps a generation are kept
+sequence_parallel_size | both | int | 1 | 1 | renamed | context_parallel_size | where context_parallel_size is not given; gradient_accumulation_steps is multiplied by it, as in swift rlhf, so that an optimizer step and a generation keep their size
 is_binary_loss_scale | both | bool | null | null | kept | - |
 template_backend | both | str{swift,jinja} | "swift" | "swift" | kept | - |
 response_prefix | both | str | null | null | kept | - |

@@ -80,19 +80,19 @@ cosine_max_len | both | int | null | null | kept | - |
 repetition_n_grams | both | int | 3 | 3 | kept | - |
 repetition_max_penalty | both | float | -1.0 | -1.0 | kept | - |
 reward_model_plugin | both | list[str] | null | null | kept | - |
-chord_sft_dataset | swift | list[str] | [] | - | refused | - | CHORD mixes supervised batches into the step, and this trainer has no second data stream; train without it
-chord_sft_per_device_train_batch_size | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_enable_phi_function | swift | bool | false | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_warmup_steps | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_decay_steps | swift | int | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_peak | swift | float | null | - | no_effect | - | belongs to chord_sft_dataset
-chord_mu_valley | swift | float | null | - | no_effect | - | belongs to chord_sft_dataset
+chord_sft_dataset | swift | list[str] | [] | - | kept | - |
+chord_sft_per_device_train_batch_size | swift | int | null | - | kept | - |
+chord_enable_phi_function | swift | bool | false | - | kept | - |
+chord_mu_warmup_steps | swift | int | null | - | kept | - |
+chord_mu_decay_steps | swift | int | null | - | kept | - |
+chord_mu_peak | swift | float | null | - | kept | - |
+chord_mu_valley | swift | float | null | - | kept | - |
 sync_ref_model | both | bool | false | false | kept | - |
 ref_model_sync_steps | both | int | 512 | 512 | kept | - |
 ref_model_mixup_alpha | both | float | 0.6 | 0.6 | kept | - |
 multi_turn_scheduler | both | str | null | null | kept | - |
 max_turns | both | int | null | null | kept | - |
-completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - |
+completion_length_limit_scope | both | str{total,per_round} | "per_round" | "per_round" | kept | - | total bounds the answers of a conversation together; a rollout server bounds each round
 vllm_server_pass_dataset | both | bool | false | false | kept | - |
 use_gym_env | both | bool | null | null | kept | - |
 gym_env | both | str | null | null | kept | - |
@@ -110,14 +110,14 @@ tau_neg | both | float | 1.05 | 1.05 | kept | - |
 advantage_estimator | both | str{grpo,rloo,reinforce_plus_plus} | "grpo" | "grpo" | kept | - |
 kl_in_reward | both | bool | null | null | kept | - |
 teacher_kl_coef | both | float | 1.0 | 1.0 | kept | - |
-advantage_reweight | swift | str{rlsd} | null | - | refused | - | RLSD needs a second prompt for each sample, scored by the policy; use the transformers trainer (leave --backend out)
-rlsd_lambda | swift | float | 0.5 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_reweight_clip_range | swift | float | 0.2 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_lambda_warmup_steps | swift | int | 0 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_lambda_decay_steps | swift | int | 0 | - | no_effect | - | belongs to advantage_reweight rlsd
-rlsd_negative_only | swift | bool | false | - | no_effect | - | belongs to advantage_reweight rlsd
-sdar_loss_coef | swift | float | 0.0 | - | refused | - | SDAR needs a second prompt for each sample, scored by a teacher; use the transformers trainer (leave --backend out)
-sdar_gate_beta | swift | float | 5.0 | - | no_effect | - | belongs to sdar_loss_coef
+advantage_reweight | swift | str{rlsd} | null | - | kept | - | needs rows with a column teacher_prompt
+rlsd_lambda | swift | float | 0.5 | - | kept | - |
+rlsd_reweight_clip_range | swift | float | 0.2 | - | kept | - |
+rlsd_lambda_warmup_steps | swift | int | 0 | - | kept | - |
+rlsd_lambda_decay_steps | swift | int | 0 | - | kept | - |
+rlsd_negative_only | swift | bool | false | - | kept | - |
+sdar_loss_coef | swift | float | 0.0 | - | kept | - | needs rows with a column teacher_prompt, or a teacher_model
+sdar_gate_beta | swift | float | 5.0 | - | kept | - |
 real_tau | both | float | 0.5 | 0.5 | kept | - |
 fipo_decay_rate | both | float | 32.0 | 32.0 | kept | - |
 fipo_clip_range | both | float | 0.2 | 0.2 | kept | - |

@@ -156,7 +156,7 @@ galore_gamma_proj | swift | int | 2 | - | no_effect | - | belongs to use_galore
 galore_queue_size | swift | int | 5 | - | no_effect | - | belongs to use_galore
 lisa_activated_layers | swift | int | 0 | - | refused | - | LISA thaws layers step by step, and Megatron fixes its gradient buffers at the start; use lora or full
 lisa_step_interval | swift | int | 20 | - | no_effect | - | belongs to lisa_activated_layers
-use_flash_ckpt | swift | bool | false | - | no_effect | - | use --async_save true
+use_flash_ckpt | swift | bool | false | - | no_effect | - | a checkpoint is moved into place when it is complete
 logging_dir | swift | str | null | - | renamed | tensorboard_dir |
 warmup_ratio | swift | float | 0.0 | - | kept | - |
 use_ray | both | bool | false | false | refused | - | start with torchrun (NPROC_PER_NODE, NNODES); rollouts on other machines: --vllm_mode server
