@@ -2,9 +2,10 @@
 from pathlib import Path
 
 from tests import families, tiny_vision
+from tests.platform.layouts import Layout
 from tests.platform.test_families import SPLIT
 from tests.rollouts.test_colocate import test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it as text_engine
-from tests.step.test_images import KINDS, LAYOUTS
+from tests.step.test_images import KINDS, LAYOUTS, RUNS
 from tests.trainer.test_families import TRAINED
 from tests.trainer.test_image_runs import ENGINES
 
@@ -28,11 +29,11 @@ def test_the_table_is_what_the_tests_run() -> None:
 
     expected = {}
     for name in families.FAMILIES:
-        split, whole = SPLIT[name], name in LAYOUTS_OF_TEXT
+        split, whole = SPLIT.get(name, Layout()), name in LAYOUTS_OF_TEXT
         expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in TRAINED), 'vLLM': word(name in in_engine),
                           'TP': word(split.tp > 1), 'PP': word(whole), 'CP': word(whole), 'EP': word(split.ep > 1, name in families.EXPERTS)}
-    parallel = {key for _, changes in LAYOUTS.values() for key in changes}
     for name in KINDS:
+        parallel = {key for kind, layout in RUNS if kind == name for key in LAYOUTS[layout][1]}
         expected[name] = {'logits': 'yes', 'step': 'yes', 'LoRA': word(name == 'qwen3_vl'), 'vLLM': word(name in images_in_engine),
                           'TP': word('tensor_model_parallel_size' in parallel), 'PP': word('pipeline_model_parallel_size' in parallel),
                           'CP': word('context_parallel_size' in parallel), 'EP': '-'}
