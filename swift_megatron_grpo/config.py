@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from mcore_bridge.model.register import MODEL_MAPPING
 from swift.megatron.arguments import MegatronRLHFArguments
 from typing import Any, List, Literal, Optional, Union
 
 from . import cpu, engines
 from .errors import UserError
+from .model_checks import unknown_model
 
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
 _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iterations': 1, 'use_vllm': True}
@@ -108,6 +110,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             # No NCCL, no fused kernels; everything else is as on an accelerator.
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
+            self.vit_attn_impl = self.vit_attn_impl or 'sdpa'
             if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
                 # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
                 self.fp16 = self.bf16 = False
@@ -120,7 +123,12 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             self._init_resume(self.resume_from_checkpoint)
         # `swift rlhf` takes "none"; ms-swift's Megatron side looks every entry up.
         self.report_to = [name for name in ([self.report_to] if isinstance(self.report_to, str) else self.report_to) if name != 'none']
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if str(error) == f'Model: {self.model} is not supported.':
+                raise unknown_model(self.model, self.model_type, sorted(MODEL_MAPPING)) from None
+            raise
         if cpu.is_active():
             cpu.refuse_unsupported(self)
         engines.check_arguments(self)

@@ -64,6 +64,8 @@ def _layout(module: nn.Module) -> Iterable[tuple[str, int | None]]:
         return _row(module)
     if isinstance(module, (wrappers.TELinear, wrappers.TELayerNormColumnParallelLinear)):
         return _engine_layout(module)
+    if isinstance(module, wrappers.TEDotProductAttention):
+        return [('softmax_offset', 0)]  # attention sinks (gpt-oss), one a head; nobody marks them
     return ()
 
 
@@ -104,7 +106,7 @@ def _set_replicas(parameter: torch.Tensor) -> bool:
 
 
 def mark_tensor_parallel(models: Iterable[nn.Module]) -> list[str]:
-    """Say of each linear and embedding parameter whether this rank owns its shard alone; returns the names that were wrong.
+    """Say of each linear and embedding parameter, and of attention sinks, whether this rank owns its shard alone; returns the names that were wrong.
 
     Every rank calls it, without communication, on the model chunks that mcore_bridge built: after adapters are added, before Megatron's
     DistributedDataParallel (which sorts parameters by their replicas) and before the optimizer (which copies the attributes to its own

@@ -1,9 +1,13 @@
 """Patches of other packages that the trainer needs on every platform (import tier 2). Applied once, when the pipeline starts."""
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from .passport import Passport, PatchRegistry
+
+if TYPE_CHECKING:
+    import torch
 
 PATCHES = PatchRegistry('trainer')
 
@@ -71,3 +75,95 @@ def _layer_numbers() -> None:
     freeze, activate = utils.freeze_parameters, utils.activate_parameters
     utils.freeze_parameters = lambda model, *args: freeze(WholeModel(model), *args)
     utils.activate_parameters = lambda model, *args: activate(WholeModel(model), *args)
+
+
+@PATCHES.patch(Passport(
+    name='image-features-of-qwen3-vl',
+    target='mcore_bridge.model.mm_gpts.qwen3_vl:Qwen3VL_Vit._get_inputs_embeds',
+    breaks='Qwen3-VL: (1) an answer that contains an image token by chance stops the run ("Number of elements of source < number of ones in mask"); '
+           '(2) with rows instead of packing the features that enter the first layers go to the images of other rows; (3) with sequence '
+           "parallelism the vision tower gets the gradient of one rank's share of them only",
+    reference='mcore_bridge/model/mm_gpts/qwen3_vl.py, Qwen3VL_Vit._get_inputs_embeds (mcore-bridge 1.6.5): it takes every image token for a '
+              'placeholder, where HuggingFaceVit._hf_get_inputs_embeds goes by mm_token_type_ids; its mask is position by position and its features '
+              'row by row; its slice of the features has no reduction in backward',
+    versions='mcore-bridge>=1.6,<1.7',
+    remove_when='tests/step/test_images.py passes without it',
+))
+def _image_features() -> None:
+    from mcore_bridge.model.mm_gpts.qwen3_vl import Qwen3VL_Vit
+    upstream = Qwen3VL_Vit._get_inputs_embeds
+
+    def get_inputs_embeds(self: Any, inputs_embeds: Any, inputs: dict[str, Any], visual: Any, hf_config: Any) -> dict[str, Any]:
+        types = inputs.get('mm_token_type_ids')
+        if types is not None:  # the ids serve to find placeholders only
+            inputs = {**inputs, 'input_ids': inputs['input_ids'].masked_fill(types.to(inputs['input_ids'].device) == 0, -1)}
+        one_rank = SimpleNamespace(config=SimpleNamespace(context_parallel_size=1, sequence_parallel=False))
+        result = upstream(one_rank, inputs_embeds, inputs, visual, hf_config)
+        if result['visual_pos_masks'] is not None:
+            result['visual_pos_masks'], result['deepstack_visual_embeds'] = _features_here(
+                self.config, result['visual_pos_masks'], result['deepstack_visual_embeds'], inputs.get('packed_seq_params'))
+        return result
+
+    Qwen3VL_Vit._get_inputs_embeds = get_inputs_embeds
+
+
+def _features_here(config: Any, mask_sb: torch.Tensor, features: torch.Tensor | None, packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's part of features that are added at image positions. No communication; the backward pass sums over the tensor-parallel group.
+
+    Args:
+        mask_sb: bool [s, b], image positions of whole sequences.
+        features: [layers, n, h], n image positions, row by row; None: the model has no such layers.
+        packed: Megatron's description of packed sequences, or None.
+
+    Returns:
+        The same of this rank's positions; the features position by position, as a mask [s, b] selects them.
+    """
+    import torch
+    from mcore_bridge.utils import split_cp_inputs
+    from megatron.core import mpu
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+    mask_bs = mask_sb.transpose(0, 1)
+    places_bs = torch.full(mask_bs.shape, -1, dtype=torch.int64, device=mask_bs.device)
+    places_bs[mask_bs] = torch.arange(int(mask_bs.sum()), device=mask_bs.device)
+    if config.context_parallel_size > 1:
+        places_bs = split_cp_inputs(places_bs, getattr(packed, 'cu_seqlens_q', None), 1,
+                                    cp_partition_mode=getattr(config, 'cp_partition_mode', 'zigzag'))  # megatron-core >= 0.17 has the field
+    places_sb = places_bs.transpose(0, 1)
+    size = mpu.get_tensor_model_parallel_world_size()
+    if config.sequence_parallel and size > 1:
+        places_sb = places_sb.chunk(size)[mpu.get_tensor_model_parallel_rank()]
+        if features is not None:
+            features = copy_to_tensor_model_parallel_region(features)
+    mask_here = places_sb >= 0
+    return mask_here, None if features is None else features[:, places_sb[mask_here]]
+
+
+@PATCHES.patch(Passport(
+    name='glm4-keeps-gate-and-up-together',
+    target='mcore_bridge.model.gpts.glm4:Glm4Bridge._set_mlp_state',
+    breaks='a checkpoint or adapter of GLM-4 (dense) cannot be loaded by transformers: it has gate_proj and up_proj where the model has gate_up_proj',
+    reference='mcore_bridge/bridge/gpt_bridge.py, GPTBridge._set_mlp_state (mcore-bridge 1.6.5): is_gate_up is found out on loading only',
+    versions='mcore-bridge>=1.6,<1.7',
+    remove_when='export writes what loading found',
+))
+def _gate_and_up() -> None:
+    import torch
+    from mcore_bridge.bridge import GPTBridge
+    from mcore_bridge.model.gpts.glm4 import Glm4Bridge
+    upstream = GPTBridge._set_mlp_state
+
+    def set_mlp_state(self: Any, mg_mlp: Any, hf_state_dict: dict[str, Any], hf_prefix: str, layer_idx: int, to_mcore: bool, **kwargs: Any) -> Any:
+        state = upstream(self, mg_mlp, hf_state_dict, hf_prefix, layer_idx, to_mcore, **kwargs)
+        if to_mcore:
+            return state
+        for leaf in ('weight', 'lora_B.weight'):
+            if f'{hf_prefix}up_proj.{leaf}' in state:
+                halves = [state.pop(f'{hf_prefix}{half}_proj.{leaf}') for half in ('gate', 'up')]
+                state[f'{hf_prefix}gate_up_proj.{leaf}'] = torch.cat(halves)
+        if f'{hf_prefix}up_proj.lora_A.weight' in state:  # one factor for both
+            del state[f'{hf_prefix}gate_proj.lora_A.weight']
+            state[f'{hf_prefix}gate_up_proj.lora_A.weight'] = state.pop(f'{hf_prefix}up_proj.lora_A.weight')
+            self._peft_target_modules = (self._peft_target_modules - {'gate_proj', 'up_proj'}) | {'gate_up_proj'}
+        return state
+
+    Glm4Bridge._set_mlp_state = set_mlp_state

@@ -83,10 +83,11 @@ def activate() -> bool:
         raise RuntimeError(f'the CPU platform must be activated before {early[0]} is imported (first statement of a worker process)')
     set_environment()
     _let_gloo_find_this_host()
-    from swift_megatron_grpo.cpu import device, libraries
+    from swift_megatron_grpo.cpu import device, libraries, vision
     from swift_megatron_grpo.cpu.te import install
     device.apply()
     libraries.apply()
+    vision.apply()
     install.apply()
     _state['active'] = True
     if os.environ.get('RANK', '0') == '0':

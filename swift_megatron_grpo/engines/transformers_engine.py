@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import torch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import InferRequest, RolloutOutput
 from swift.template import Template
@@ -62,19 +62,19 @@ class TransformersRolloutEngine(RolloutEngine):
         model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl='sdpa')
         model.requires_grad_(False)
         self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
+        self.renamings = _renamings(model)
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> int:
         self.version = -1
-        parameters = dict(self.engine.model.named_parameters())
         tied = getattr(self.engine.model.config, 'tie_word_embeddings', False)
-        loader = _StateLoader(parameters)
+        loader = _StateLoader(self._weights(), self.parameter_name)
         count = 0
         with torch.no_grad():
             for bucket in buckets:
                 for name, tensor in bucket:
                     loader.load(name, tensor)
                     count += 1
-        missing = loader.missing() - ({'lm_head.weight'} if tied else set())
+        missing = {name for name, _ in self.engine.model.named_parameters()} - loader.loaded - ({'lm_head.weight'} if tied else set())
         if missing:
             raise RunError(f'Weight sync left {len(missing)} weights of the rollout model as they were, e.g. {sorted(missing)[:3]}.')
         self.version = version
@@ -110,10 +110,28 @@ class TransformersRolloutEngine(RolloutEngine):
         return [outputs[row] for row in range(len(requests))]
 
     def checksums(self) -> dict[str, Checksum]:
-        return {name: Checksum.of(parameter) for name, parameter in self.engine.model.named_parameters()}
+        return {name: Checksum.of(weight) for name, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Parameters, and buffers that checkpoints hold (the correction bias of a router)."""
+        model = self.engine.model
+        weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+        saved = model.state_dict()
+        weights.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        return weights
 
     def holder_of(self, name: str) -> str:
+        name = self.parameter_name(name)
         return _fused_expert(name) if self._has_fused_experts and '.experts.' in name else name
+
+    def parameter_name(self, name: str) -> str:
+        """What the model calls a weight that checkpoints call `name`. Pure.
+
+        Example: transformers 5 has 'model.visual.blocks.0...' where checkpoints of Qwen2-VL have 'visual.blocks.0...'.
+        """
+        for renaming in self.renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     @property
     def _has_fused_experts(self) -> bool:
@@ -148,13 +166,24 @@ class TransformersRolloutEngine(RolloutEngine):
         self.engine.model = self.engine.engine = None
 
 
+# The three matrices of an expert, as checkpoints call them.
+_EXPERT_PARTS = {'gate_proj': 'gate', 'up_proj': 'up', 'down_proj': 'down', 'w1': 'gate', 'w3': 'up', 'w2': 'down'}
+
+
+def _renamings(model: Any) -> list[Any]:
+    """transformers' renamings of checkpoint names, in the order in which its own loading applies them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+
+
 def _fused_expert(name: str) -> str:
     """Pure. 'model.layers.0.mlp.experts.3.up_proj.weight' -> 'model.layers.0.mlp.experts.gate_up_proj'."""
     prefix, _, rest = name.partition('.experts.')
     number, _, leaf = rest.partition('.')
     if not number.isdigit():
         return name
-    return f'{prefix}.experts.' + ('down_proj' if leaf.startswith('down_proj') else 'gate_up_proj')
+    return f'{prefix}.experts.' + ('down_proj' if _EXPERT_PARTS.get(leaf.removesuffix('.weight')) == 'down' else 'gate_up_proj')
 
 
 class _StateLoader:
@@ -164,34 +193,31 @@ class _StateLoader:
     bridge's export, have one tensor an expert.
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]):
-        self.parameters = parameters
+    def __init__(self, weights: dict[str, torch.Tensor], parameter_name: Callable[[str], str]):
+        self.weights = weights
+        self.parameter_name = parameter_name
         self.loaded: set[str] = set()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        target = self.parameters.get(name)
+        name = self.parameter_name(name)
+        target = self.weights.get(name)
         if target is not None:
             target.copy_(tensor)
             self.loaded.add(name)
             return
         _prefix, _, rest = name.partition('.experts.')
         number, _, leaf = rest.partition('.')
-        if number.isdigit():
-            leaf = leaf.removesuffix('.weight')
-            fused = _fused_expert(name)
-            target = self.parameters.get(fused)
-            if target is not None:
-                slot = target[int(number)]
-                if leaf == 'gate_proj':
-                    slot = slot[:slot.shape[0] // 2]
-                elif leaf == 'up_proj':
-                    slot = slot[slot.shape[0] // 2:]
-                slot.copy_(tensor)
-                self.loaded.add(fused)
-                return
+        part = _EXPERT_PARTS.get(leaf.removesuffix('.weight'))
+        target = self.weights.get(_fused_expert(name))
+        if part is not None and target is not None:
+            slot = target[int(number)]
+            if part == 'gate':
+                slot = slot[:slot.shape[0] // 2]
+            elif part == 'up':
+                slot = slot[slot.shape[0] // 2:]
+            slot.copy_(tensor)
+            self.loaded.add(_fused_expert(name))
+            return
         if name == 'lm_head.weight':  # tied, and exported all the same
             return
         raise RunError(f'Weight sync: the rollout model has no weight {name!r}.')
-
-    def missing(self) -> set[str]:
-        return set(self.parameters) - self.loaded

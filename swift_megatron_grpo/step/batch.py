@@ -21,6 +21,7 @@ from ..errors import RunError
 from ..parallel import Topology, agree, max_over
 from ..types import MicroBatch, Rollout, TokenTable
 from .packing import balance, balance_equal_counts, pack, pack_into, round_up
+from .prompts import media_names
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,7 +118,7 @@ class BatchBuilder:
         rank, size = self.topology.model_rank, len(self.topology.model_ranks)
 
         def encode_mine() -> list[EncodedRollout]:
-            return [encode(rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
+            return [_named(encode, rollout, samples[rollout.index]) for rollout in rollouts[rank::size]]
 
         parts = agree('Encoding of rollouts', encode_mine, self.topology.model_group)
         return {encoded.rollout_index: encoded for part in parts for encoded in part}
@@ -290,6 +291,18 @@ class BatchBuilder:
             offset += round_up(row.length, multiple)
         assert placed is not None
         return placed
+
+
+def _named(encode: Callable[[Rollout, Any], EncodedRollout], rollout: Rollout, sample: Any) -> EncodedRollout:
+    """`encode(rollout, sample)`; what stands in its way is raised with the rollout's name."""
+    try:
+        return encode(rollout, sample)
+    except RunError:
+        raise
+    except Exception as error:  # an image that is gone, for instance
+        media = media_names(sample if isinstance(sample, dict) else vars(sample))
+        raise RunError(f'Rollout {rollout.index} of data set row {rollout.dataset_index}{media} cannot be encoded: '
+                       f'{type(error).__name__}: {error}') from error
 
 
 def rollout_routes(rollout: Rollout, num_tokens: int) -> torch.Tensor:

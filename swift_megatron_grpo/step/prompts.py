@@ -6,7 +6,7 @@ exactly the prompts that the undisturbed run would have got.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,17 @@ class Prompt:
     """One row of the data set. `dataset_index` identifies it."""
     dataset_index: int
     row: dict[str, Any]
+
+
+def media_names(columns: Mapping[str, Any]) -> str:
+    """' (images a.png, b.png)' of a row with media, for messages; '' without. Pure. Bytes and decoded images have no name."""
+    parts = []
+    for kind in ('images', 'videos', 'audios'):
+        names = [item.get('path') if isinstance(item, Mapping) else item for item in columns.get(kind) or ()]
+        shown = [name[:200] if isinstance(name, str) else 'one without a path' for name in names]
+        if shown:
+            parts.append(f'{kind} {", ".join(shown[:4])}' + (', ...' if len(shown) > 4 else ''))
+    return f' ({"; ".join(parts)})' if parts else ''
 
 
 class PromptSource:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..errors import UserError
 from ..parallel import Topology, agree
 from ..teacher import refuse_own_prompts
-from .prompts import Prompt
+from .prompts import Prompt, media_names
 from .rollout import RolloutStage, ScoredRollouts, generation_seed
 
 logger = get_logger()
@@ -187,7 +187,7 @@ class Sampler:
         try:
             self.template.encode(row)
         except Exception as error:  # whatever stands in the way of encoding, as in ms-swift
-            return f'{type(error).__name__}: {error}'
+            return f'{type(error).__name__}: {error}{media_names(row)}'
         return None
 
     @staticmethod

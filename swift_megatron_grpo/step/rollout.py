@@ -16,11 +16,11 @@ from typing import Any
 from ..deadlines import deadline
 from ..engines import EngineLost
 from ..engines.base import EngineGroup, RolloutEngine, Sampling
-from ..errors import RunError
+from ..errors import RunError, UserError
 from ..parallel import Topology, agree, contiguous_share, share_of_groups
 from ..residency import Residency, Stage
 from ..types import Rollout
-from .prompts import Prompt
+from .prompts import Prompt, media_names
 from .reward import GroupScores, Rewarder, Stopwatch
 from .turns import Turns
 
@@ -200,6 +200,9 @@ class RolloutStage:
                 except EngineLost as error:
                     lost.append(error)
                     raise
+                except Exception:
+                    self._blame_media(phase)
+                    raise
             if len(phase.outputs) != len(phase.part):
                 raise RunError(f'The engine returned {len(phase.outputs)} rollouts for {len(phase.part)} requests.')
             with deadline('Reward functions', self.args.reward_timeout, rank=rank, detail=phase.watch.running):
@@ -231,6 +234,21 @@ class RolloutStage:
             rewards_NF=torch.tensor(rewards, dtype=torch.float32).reshape(expected, len(self.rewarder.names)),
             samples_P=phase.samples_P,
             seconds=longest)
+
+    def _blame_media(self, phase: Phase) -> None:
+        """After sampling failed: raises UserError for the first prompt of this engine whose images, videos or audios cannot be read, if any."""
+        first, last = phase.share.start // phase.num_generations, -(-phase.share.stop // phase.num_generations)
+        for prompt, sample in zip(phase.prompts[first:last], phase.samples_P[first:last]):
+            media = media_names(vars(sample))
+            if not media:
+                continue
+            try:
+                self.template.encode(copy.deepcopy(sample.to_template_dict()))
+            except ImportError:  # a package is missing: no row's fault
+                return
+            except Exception as error:  # whatever a reader of images raises
+                raise UserError(f'Data set row {prompt.dataset_index}{media} cannot be read: {type(error).__name__}: {error}. Mend or remove '
+                                'the row, or let --truncation_strategy delete replace prompts that cannot be encoded.') from error
 
     def prompt_sample(self, prompt: Prompt) -> GRPOSample:
         """The row as ms-swift's sample: default system message put in, a reference answer in the row taken off."""

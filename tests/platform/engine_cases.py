@@ -45,9 +45,9 @@ def reload_weights(folder: Path, updates: int, patched: bool = True) -> list[tup
             with torch.no_grad():
                 for parameter in reference.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-            from tests.platform.layouts import split_experts
+            from tests.platform.layouts import by_checkpoint_name
             patch_vllm_moe_model_weight_loader(model)
-            model.load_weights(iter(split_experts(dict(reference.state_dict())).items()))
+            model.load_weights(iter(by_checkpoint_name(reference, dict(reference.state_dict())).items()))
             process_weights_after_loading(model, engine.llm_engine.model_config, torch.device('cpu'))
             engine.llm_engine.reset_prefix_cache()
         answers = engine.generate([{'prompt_token_ids': prompt} for prompt in _prompts()], sampling, use_tqdm=False)

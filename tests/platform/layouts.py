@@ -72,29 +72,18 @@ def reference(folder: Path, packed: bool) -> Outcome:
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     torch.optim.AdamW(model.parameters(), **ADAM).step()
-    return Outcome(loss=total, logits=logits, exported=before, gradients=split_experts(gradients), norm_plain=norm, norm_distributed=norm,
-                   updated=split_experts(dict(_state(model))))
+    return Outcome(loss=total, logits=logits, exported=before, gradients=by_checkpoint_name(model, gradients), norm_plain=norm, norm_distributed=norm,
+                   updated=by_checkpoint_name(model, dict(_state(model))))
 
 
 def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def split_experts(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 stacks a layer's experts in one parameter; checkpoints and mcore-bridge name each expert's matrices."""
-    out = {}
-    for name, value in named.items():
-        if name.endswith('.experts.gate_up_proj'):
-            for index, both in enumerate(value):
-                gate, up = both.chunk(2)
-                out[f'{name[:-len("gate_up_proj")]}{index}.gate_proj.weight'] = gate
-                out[f'{name[:-len("gate_up_proj")]}{index}.up_proj.weight'] = up
-        elif name.endswith('.experts.down_proj'):
-            for index, down in enumerate(value):
-                out[f'{name[:-len("down_proj")]}{index}.down_proj.weight'] = down
-        else:
-            out[name] = value
-    return out
+def by_checkpoint_name(model: torch.nn.Module, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights or gradients under the names of checkpoints, which transformers 5 does not always use in memory: it stacks a layer's experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+    return revert_weight_conversion(model, named)
 
 
 # ---------------------------------------------------------------- mcore-bridge, on a rank
@@ -116,6 +105,8 @@ def build_models(folder: Path, layout: Layout, *, marked: bool = True, **options
     from transformers import AutoConfig
 
     from swift_megatron_grpo.parallel_attributes import mark_tensor_parallel
+    from swift_megatron_grpo.patches import PATCHES
+    PATCHES.apply()
     fields = hf_to_mcore_config(AutoConfig.from_pretrained(folder))
     if fields.get('num_moe_experts'):
         fields['moe_router_load_balancing_type'] = 'none'

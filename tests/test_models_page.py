@@ -1,0 +1,41 @@
+"""docs/models.md says what the tests run, no more and no less."""
+from pathlib import Path
+
+from tests import families, tiny_vision
+from tests.platform.layouts import Layout
+from tests.platform.test_families import SPLIT
+from tests.rollouts.test_colocate import test_a_sync_brings_the_same_weights_in_any_bucket_and_proves_it as text_engine
+from tests.step.test_images import KINDS, LAYOUTS, RUNS
+from tests.trainer.test_families import TRAINED
+from tests.trainer.test_image_runs import ENGINES
+
+PAGE = Path(__file__).resolve().parents[1] / 'docs' / 'models.md'
+COLUMNS = ('logits', 'step', 'LoRA', 'vLLM', 'TP', 'PP', 'CP', 'EP')
+LAYOUTS_OF_TEXT = ('qwen3', 'qwen3_moe')  # tests/step/test_layouts.py
+
+
+def table() -> dict[str, dict[str, str]]:
+    lines = PAGE.read_text(encoding='utf-8').split('| family |')[1].split('\n\n')[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
+    return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in cells}
+
+
+def test_the_table_is_what_the_tests_run() -> None:
+    in_engine = {arguments[0] for arguments in next(mark for mark in text_engine.pytestmark if mark.name == 'parametrize').args[1]}
+    images_in_engine = {kind for kind, _, changes in ENGINES.values() if changes.get('use_vllm') == 'true'}
+
+    def word(tested: bool, has: bool = True) -> str:
+        return 'yes' if tested else 'path' if has else '-'
+
+    expected = {}
+    for name in families.FAMILIES:
+        split, whole = SPLIT.get(name, Layout()), name in LAYOUTS_OF_TEXT
+        expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in TRAINED), 'vLLM': word(name in in_engine),
+                          'TP': word(split.tp > 1), 'PP': word(whole), 'CP': word(whole), 'EP': word(split.ep > 1, name in families.EXPERTS)}
+    for name in KINDS:
+        parallel = {key for kind, layout in RUNS if kind == name for key in LAYOUTS[layout][1]}
+        expected[name] = {'logits': 'yes', 'step': 'yes', 'LoRA': word(name == 'qwen3_vl'), 'vLLM': word(name in images_in_engine),
+                          'TP': word('tensor_model_parallel_size' in parallel), 'PP': word('pipeline_model_parallel_size' in parallel),
+                          'CP': word('context_parallel_size' in parallel), 'EP': '-'}
+    assert set(KINDS) == set(tiny_vision.KINDS)
+    assert table() == expected
