@@ -144,6 +144,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
                 raise UserError(f'--{name} {value}: not available with --backend megatron in this version; {instead}.')
         if self.router_replay_mode == 'R3' and not self.use_vllm and self.replay_rollouts is None:
             raise UserError('--router_replay_mode R3 replays the expert choices of vLLM, and --use_vllm is false. Use R2, or --use_vllm true.')
+        if self.router_replay_mode == 'R3' and cpu.is_active() and self.vllm_mode == 'colocate' and self.replay_rollouts is None:
+            raise UserError('--router_replay_mode R3: vLLM returns its expert choices from Model Runner V2 only, which needs Triton; the CPU build has '
+                            'neither. Use R2, or saved rollouts with routes (--replay_rollouts).')
         if self.router_replay_mode == 'R2' and self.max_tokens_per_forward_only_micro_batch is not None:
             raise UserError(f'--router_replay_mode R2 records in passes without gradient what training replays, so both need the same micro-batches: '
                             f'leave out --max_tokens_per_forward_only_micro_batch {self.max_tokens_per_forward_only_micro_batch}.')

@@ -16,6 +16,10 @@ from .checksums import Checksum
 from .encoding import Encoded, encode_once
 
 
+# Families whose attention transformers cannot hand to torch's scaled_dot_product_attention (attention sinks).
+_WITHOUT_SDPA = ('gpt_oss', )
+
+
 class _SamplingEngine(TransformersEngine):
     """ms-swift's engine with log-probabilities of what was sampled: at the sampling temperature, in float32, one softmax a step.
 
@@ -59,7 +63,8 @@ class TransformersRolloutEngine(RolloutEngine):
         rollout_template.padding_free = False
         rollout_template.sequence_parallel_size = 1
         rollout_template.use_megatron = False
-        model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl='sdpa')
+        attention = 'eager' if args.model_type in _WITHOUT_SDPA else 'sdpa'
+        model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl=attention)
         model.requires_grad_(False)
         self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
         self.renamings = _renamings(model)

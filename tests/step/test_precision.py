@@ -17,7 +17,7 @@ BF16 = {'torch_dtype': 'bfloat16', 'fp16': 'false', 'bf16': 'true'}
 
 def train_and_look(argv: list[str]) -> tuple[Any, dict[str, Any]]:
     """The outcome; and the types of the main parameters and of the gradients that the optimizer gets."""
-    from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+    from swift_megatron_grpo.pipeline import MegatronGRPOTrainer  # before the trainer's own module: arguments are parsed by type hints first
     seen: dict[str, Any] = {}
     original = MegatronGRPOTrainer.train_step
 
