@@ -167,3 +167,18 @@ def _gate_and_up() -> None:
         return state
 
     Glm4Bridge._set_mlp_state = set_mlp_state
+
+
+@PATCHES.patch(Passport(
+    name='type-of-cp-comm-type',
+    target='swift.megatron.arguments.megatron_args:MegatronArguments.cp_comm_type',
+    breaks='no argument can be read ("Subscripted generics cannot be used with class and instance checks") in a process that imported Megatron-Core '
+           'before ms-swift',
+    reference="transformers/hf_argparser.py, _parse_dataclass_field: isinstance(None, args[1]) of Optional[Union[str, List[str]]]; it works where Python's "
+              'cache of unions holds Optional[Union[List[str], str]] from elsewhere, which is equal and is then taken instead',
+    versions='ms-swift>=4.6,<4.7, transformers>=5',
+    remove_when='the field is Optional[str], or the parser looks for NoneType in args',
+))
+def _type_of_cp_comm_type() -> None:
+    from swift.megatron.arguments.megatron_args import MegatronArguments
+    MegatronArguments.__annotations__['cp_comm_type'] = str | None

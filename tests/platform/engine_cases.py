@@ -107,11 +107,10 @@ def adapter_bytes() -> tuple[bool, bool]:
     return shared, all(torch.equal(before[key], tensors[key]) for key in tensors) and layer.lora_b.max().item() == 4.
 
 
-def server_devices() -> tuple[int, int]:
-    """(devices that `swift rollout` counts without us, and with us)."""
+def server_devices() -> int:
+    """Devices that `swift rollout` counts."""
     import swift.arguments.deploy_args as deploy_args
 
     from swift_megatron_grpo.cpu import vllm_plugin
-    before = deploy_args.get_device_count()
-    vllm_plugin.after_deploy_args(deploy_args)
-    return before, deploy_args.get_device_count()
+    vllm_plugin.after_deploy_args(deploy_args)  # where the package is installed, the implicit door has called it already
+    return deploy_args.get_device_count()

@@ -31,9 +31,8 @@ def test_adapter_tensors_are_copied_and_the_policys_own_stay(engine_ranks):
 
 
 def test_a_server_counts_its_ranks_as_devices(engine_ranks):
-    before, after = engine_ranks.run(engine_cases.server_devices, world_size=1, deadline=SECONDS)[0]
-    assert before == 0
-    assert after >= 8
+    counted = engine_ranks.run(engine_cases.server_devices, world_size=1, deadline=SECONDS)[0]
+    assert counted >= 8
 
 
 @pytest.mark.parametrize('kind', ['qwen3', 'qwen3_moe'])

@@ -1,4 +1,6 @@
 """Models that would be trained as something else are refused by name."""
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -6,6 +8,7 @@ import pytest
 from swift_megatron_grpo.errors import UserError
 from swift_megatron_grpo.model_checks import refuse_lost_windows
 from tests import tiny_models
+from tests.rank_pool import REPOSITORY
 from tests.step.training import arguments
 
 
@@ -39,3 +42,11 @@ def build(argv: list[str]) -> None:
     PartialState(cpu=True)
     from swift_megatron_grpo.pipeline import MegatronGRPO
     MegatronGRPO(argv).prepare_trainer()
+
+
+def test_arguments_are_read_whatever_was_imported_first() -> None:
+    program = ('from swift_megatron_grpo import cpu; cpu.activate(); import swift_megatron_grpo.trainer; from swift_megatron_grpo.patches import PATCHES; '
+               'PATCHES.apply(); from swift_megatron_grpo.config import MegatronGRPOArguments; from transformers import HfArgumentParser; '
+               'print(HfArgumentParser([MegatronGRPOArguments])._option_string_actions["--cp_comm_type"].type.__name__)')
+    done = subprocess.run([sys.executable, '-c', program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-1:] == ['str'], done.stderr
