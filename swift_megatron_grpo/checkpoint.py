@@ -12,6 +12,7 @@ import shutil
 import torch
 import torch.distributed as dist
 from dataclasses import asdict, dataclass
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file, save_file
 from swift.megatron.utils import save_mcore_checkpoint
 from swift.utils import gc_collect, get_logger, is_master, update_last_checkpoint_symlink
@@ -85,6 +86,7 @@ def save(trainer: Any, progress: Progress) -> str:
         iteration=state.iteration,
         peft_format=args.tuner_type == 'lora',
         output_dir=staging)
+    end_writer()
     is_merged = args.tuner_type != 'full' and args.merge_lora and args.save_safetensors
     if args.save_safetensors:
         if args.tuner_type != 'lora_llm':
@@ -140,6 +142,12 @@ def make_best_the_last(trainer: Any) -> None:
         update_last_checkpoint_symlink(state.best_model_checkpoint)
         logger.info(f'The best checkpoint ({args.metric_for_best_model} {state.best_metric:g}) is {state.best_model_checkpoint}.')
     state.last_model_checkpoint = state.best_model_checkpoint
+
+
+def end_writer() -> None:
+    """Megatron starts a helper process with the first checkpoint and keeps it; it would outlive a rank that is ended hard."""
+    filesystem_async._results_queue = None  # the helper ends with the last reference to its queue
+    gc_collect()
 
 
 def let_sgd_be_loaded(optimizer: Any) -> None:

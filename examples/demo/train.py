@@ -16,7 +16,8 @@ NUM_GENERATIONS = 8
 PROMPTS_PER_STEP = 16
 MAX_STEPS = 140
 NUM_PROCESSES = 2
-DEADLINE_S = 1200
+DEADLINE_S = 3600
+SILENCE_S = 30  # seconds without a line after which one says that the run is alive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +107,16 @@ def run(job: Job, *, say: Callable[[str], None]) -> float:
     with log.open('w', encoding='utf-8') as file:
         process = subprocess.Popen([str(swift), 'rlhf', *arguments(job)], env=environ, stdout=file, stderr=subprocess.STDOUT)
         try:
-            shown = 0
+            shown, said = 0, begun
             while process.poll() is None:
                 time.sleep(1.0)
-                shown = _show_progress(job.output / 'logging.jsonl', shown, begun, say)
+                before, shown = shown, _show_progress(job.output / 'logging.jsonl', shown, begun, say)
+                if shown > before:
+                    said = time.perf_counter()
+                elif time.perf_counter() - said > SILENCE_S:
+                    said = time.perf_counter()
+                    steps = len(rewards(job.output))
+                    say(f'step {steps:3d}/{MAX_STEPS}' if steps else f'the processes load Megatron, the model and the engine; their output: {log}')
                 if time.perf_counter() - begun > DEADLINE_S:
                     raise RuntimeError(f'training was not done after {DEADLINE_S} s and was stopped; its output is in {log}')
         except BaseException:  # Ctrl-C and SIGTERM too: no worker is left behind

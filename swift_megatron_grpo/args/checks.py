@@ -394,10 +394,14 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
         )
     )
     if isinstance(layers, int) and pp > 0 and vpp > 0 and not uneven and layers % (pp * vpp):
+        # the other stages share the rest evenly; the last one takes as near to its share as that leaves
+        fitting = [n for n in range(1, layers) if pp > 1 and (layers - n) % (pp - 1) == 0 and vpp == 1]
+        last = min(fitting, key=lambda n: abs(n - layers / pp), default=0)
         t.errors.append(
             f'The {layers} layers of {t.effective("model")} do not divide by pipeline_model_parallel_size {pp}'
             + (f' x virtual_pipeline_model_parallel_size {vpp}' if vpp > 1 else '')
-            + f'. Give --decoder_last_pipeline_num_layers {layers - (pp - 1) * -(-layers // pp)}, or a size that divides {layers}.'
+            + (f'. Give --decoder_last_pipeline_num_layers {last}, or a size' if last else '. Give a size')
+            + f' that divides {layers}.'
         )
     groups = text.get('num_key_value_heads')
     tp = t.effective('tensor_model_parallel_size')

@@ -25,6 +25,8 @@ def paths(t: Translation) -> None:
         'replay_rollouts',
     ):
         path = t.effective(name)
+        if name in ('mcore_model', 'mcore_adapter') and path == t.effective('resume_from_checkpoint'):
+            continue  # said under the name that was given
         if isinstance(path, str) and (
             model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')
         ):
@@ -45,6 +47,9 @@ def paths(t: Translation) -> None:
         and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json'))
     ):
         t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
+    replay = t.effective('replay_rollouts')
+    if isinstance(replay, str) and os.path.isdir(replay) and not os.path.isfile(os.path.join(replay, 'generation-000000.jsonl')):
+        t.errors.append(f'--replay_rollouts {replay} holds no generation-000000.jsonl; give the folder that --save_rollouts wrote.')
     resume = t.effective('resume_from_checkpoint')
     if isinstance(resume, str) and os.path.isdir(resume):
         _can_be_resumed(t, resume)

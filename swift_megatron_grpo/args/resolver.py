@@ -195,6 +195,10 @@ def _defaults(t: Translation) -> None:
     if t.effective('vllm_mode') is not None:
         t.default('use_vllm', True, 'vllm_mode is given')
     t.default('use_vllm', False, "as in swift rlhf; Megatron's own default is true")
+    if t.effective('tuner_type') == 'lora':
+        t.default('merge_lora', False, "swift rlhf writes the adapter alone; Megatron's own default writes a merged model beside it")
+    if isinstance(t.effective('model'), str) and os.path.isdir(os.path.expanduser(t.effective('model'))):
+        t.default('check_model', False, 'the model is a local folder: no hub is asked whether it is the latest')
     t.default('dataloader_num_workers', 1, "as in swift rlhf; Megatron's own default is 4")
     if 'recompute_granularity' not in t.values:
         full_recompute(t)

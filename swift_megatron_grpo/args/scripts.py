@@ -127,6 +127,8 @@ def _meant_by_megatron(argv: list[str]) -> list[tuple[str, str]]:
     if given.get('multi_turn_scheduler'):
         meant.append(('loss_scale', 'last_round'))
     meant += [(f'{logger}_project', 'megatron-swift') for logger in ('wandb', 'swanlab') if logger in given.get('report_to', [])]
+    if given.get('tuner_type') == ['lora']:
+        meant.append(('merge_lora', 'true'))
     model = next((words[0] for name in ('model', 'mcore_model') if (words := given.get(name))), '')
     if os.path.basename(model.rstrip('/')).strip('.'):
         meant.append(('output_dir', f'megatron_output/{os.path.basename(model.rstrip("/"))}'))

@@ -27,6 +27,7 @@ class Expander:
         self.notes = notes
         self.name = name
         self.capture = capture
+        self._not_run: set[str] = set()
         self.unknown = False
 
     def note(self, text: str) -> None:
@@ -80,12 +81,19 @@ class Expander:
             # what could not be worked out stands as one piece of text
             whole = quoted or values == [text]
             for number, value in enumerate(values):
-                for place, piece in enumerate([value] if whole else re.split(r'[ \t\n]+', value)):
+                for place, piece in enumerate([value] if whole else self._split(value)):
                     if number or place:
                         fields.append(('', False))
                     add(piece, whole)
         words = [text for text, solid in fields if solid]
         return [] if vanished and words == [''] else words
+
+    def _split(self, value: str) -> list[str]:
+        """At blanks; a command that stands as text, also in a variable's value, stays in one piece."""
+        for text in self._not_run:
+            value = value.replace(text, re.sub(r'[ \t\n]', lambda blank: chr(0xE000 + ord(blank[0])), text))
+        back = {0xE000 + ord(blank): blank for blank in ' \t\n'}
+        return [piece.translate(back) for piece in re.split(r'[ \t\n]+', value)]
 
     # -- one expansion
 
@@ -96,6 +104,7 @@ class Expander:
             printed = self.capture(text[2:-1] if text.startswith('$(') else text[1:-1])
             if printed is None:
                 self.unknown = True
+                self._not_run.add(text)
                 self.note(f'{text} is a command; it is not run, and stands here as text.')
                 return [text]
             return [printed.rstrip('\n')]

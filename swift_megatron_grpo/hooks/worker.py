@@ -5,6 +5,7 @@ and exit code 2, a RunError one message on the rank that raised it and exit code
 process then ends at once: a peer that waits in a collective is ended by the launcher, and nothing here waits for it.
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -18,6 +19,8 @@ def main() -> None:
     from swift_megatron_grpo.hooks.launch import leave
 
     rank = int(os.environ.get('RANK', '0'))
+    done: list[bool] = []
+    atexit.register(_end_quietly, done)  # first registered, last called
     try:
         if cpu.is_needed():
             cpu.activate()
@@ -26,6 +29,7 @@ def main() -> None:
         train()
         # The interpreter's last collection would walk a heap of millions of objects, for seconds, only to free what the system frees.
         gc.freeze()
+        done.append(True)
     except UserError as error:
         _say_once(rank, f'error: {error}')
         leave(2)
@@ -39,6 +43,14 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         leave(1)
+
+
+def _end_quietly(done: list[bool]) -> None:
+    """After a run that went well nothing more is to be said; triton's bindings would list, for pages, what they have not freed."""
+    if done:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _say_once(rank: int, text: str) -> None:

@@ -23,6 +23,7 @@ def commands(text, **environ):
         ('a b#5', ['a', 'b#5']),
         ('X=1\na $X ${X}2 "$X 3" \'$X\'', ['a', '1', '12', '1 3', '$X']),
         ('X="1 2"\na $X "$X"', ['a', '1', '2', '1 2']),
+        ('X=run_$(date +%m%d)\na out/$X $X.log', ['a', 'out/run_$(date +%m%d)', 'run_$(date +%m%d).log']),
         ('a ${X:-d} ${Y:-} "${Y:-}"', ['a', 'd', '']),
         ('Y=v\na ${X:-$Y} ${X:-"p q"} ${Y:+z} ${Y-w}', ['a', 'v', 'p', 'q', 'z', 'v']),
         ('A=(x "y z"  # note\n  w)\na "${A[@]}" ${A[0]} ${#A[@]}', ['a', 'x', 'y z', 'w', 'x', '3']),
@@ -132,7 +133,7 @@ def test_a_megatron_command_keeps_what_it_means_by_saying_nothing():
     script = scripts.read_script('megatron rlhf --rlhf_type grpo --tuner_type lora', {})
     assert scripts.write_script(script) == (
         'swift rlhf --backend megatron --use_vllm true --padding_free true --recompute_granularity selective --dataloader_num_workers 4 '
-        '--rlhf_type grpo --tuner_type lora'
+        '--merge_lora true --rlhf_type grpo --tuner_type lora'
     )
 
 

@@ -72,6 +72,18 @@ def test_sgd_goes_without_the_distributed_optimizer(workplace):
     assert 'goes with adam' in other_errors(plan_of('--optim sgd --use_distributed_optimizer true'))[0]
 
 
+def test_an_adapter_is_not_merged_at_each_save_as_in_swift_rlhf(workplace):
+    assert values_of(plan_of(''))['merge_lora'] == 'false'
+    assert values_of(plan_of('--merge_lora true'))['merge_lora'] == 'true'
+    assert 'merge_lora' not in values_of(plan_of('--tuner_type full'))
+
+
+def test_folders_that_hold_nothing_to_go_on_from_are_said_once(workplace):
+    (workplace / 'empty').mkdir()
+    assert ['generation-000000.jsonl' in error for error in other_errors(plan_of('--replay_rollouts empty'))] == [True]
+    assert len(other_errors(plan_of('--resume_from_checkpoint nosuchdir'))) == 1
+
+
 def test_muon_needs_its_package(workplace):
     assert 'emerging-optimizers' in other_errors(plan_of('--optim muon'))[0]
     plan = plan_of('--optim muon --dry_run true')

@@ -66,6 +66,19 @@ def test_a_run_that_one_rank_is_asked_to_stop_saves_on_all_ranks_and_can_be_gone
     assert len(resumed.logs) == 1
 
 
+def train_and_list_children(argv: list[str]) -> list[str]:
+    import psutil
+    train(argv)
+    return [' '.join(child.cmdline()) for child in psutil.Process().children(recursive=True) if 'resource_tracker' not in ' '.join(child.cmdline())]
+
+
+def test_no_helper_process_is_left_after_a_checkpoint(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
+    # one that is left would outlive a rank that is killed
+    argv = arguments(tmp_path, tiny_model('qwen3'), train_iters=1, save_strategy='steps', save_steps=1, max_completion_length=4)
+    assert ranks.run(train_and_list_children, argv, world_size=1, deadline=300.) == [[]]
+    assert (tmp_path / 'out' / 'checkpoint-1').is_dir()
+
+
 def test_the_first_ratio_of_a_generation_is_exactly_one_and_the_later_ones_are_not(run: Any, rollouts: Path) -> None:
     outcome, _ = run('ratio', rollouts=rollouts, train_iters=4, generation_batch_size=16, temperature=0.9)
     assert outcome.log_ratios[0] == 0.0 and outcome.log_ratios[2] == 0.0
