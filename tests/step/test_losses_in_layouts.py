@@ -73,7 +73,7 @@ def losses_at_moved_weights(argv: list[str]) -> dict[str, dict[str, Any]] | None
         if config['kl_in_reward']:
             config['beta'] = 0.04
         trainer.learner.config = dataclasses.replace(LossConfig(), **config)
-        metrics = trainer.learner.add_advantages([first, second], trainer.generation.scored)
+        metrics = trainer.learner.add_advantages([first, second], trainer.generation.scored, update=0)
         trainer.state.iteration = 7  # seeds the random choice of Clip-Cov
         trainer.progress.updates_in_generation = 1
         sums, grad_norm, updated = trainer.train_step(second)
