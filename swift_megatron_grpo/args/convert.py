@@ -20,6 +20,7 @@ ATTENTION = {
     'eager': 'unfused',
 }
 SEED_FOR_ZERO = 2**31 - 1
+LOSSES = ('grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo', 'sapo', 'real', 'fipo', 'luspo', 'gmpo')  # those of step/loss.py, which needs torch
 TUNERS = ('lora', 'full', 'lora_llm')
 LOGGERS = ('tensorboard', 'wandb', 'swanlab')
 TRANSFORMERS_CALLBACKS = ('activation_cpu_offload', 'adalora', 'deepspeed_elastic', 'early_stop', 'graceful_exit', 'lisa', 'perf_log')
@@ -227,15 +228,14 @@ def report_missing(t: Translation, item: Given, field: Field) -> None:
 
 def loss_type(t: Translation, item: Given, field: Field) -> None:
     value = item.value[0] if isinstance(item.value, list) and len(item.value) == 1 else item.value
-    known = ('grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo', 'sapo', 'real', 'fipo', 'luspo', 'gmpo')
     if not isinstance(value, str):
         t.errors.append(f'--loss_type takes one value for GRPO; {show(value)!r} are {len(value)}.')
-    elif value not in known and ':' not in value and not t.asked('external_plugins') and not t.asked('custom_register_path'):
+    elif value not in LOSSES and ':' not in value and not t.asked('external_plugins') and not t.asked('custom_register_path'):
         import difflib
 
-        close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(value, LOSSES, n=1, cutoff=0.5)
         t.errors.append(
-            f'--loss_type is {value!r}; it takes one of {", ".join(known)}, or module:function.'
+            f'--loss_type is {value!r}; it takes one of {", ".join(LOSSES)}, or module:function.'
             + (f' Did you mean {close[0]}?' if close else '')
         )
     elif t.set('loss_type', value, item.name):

@@ -1,8 +1,11 @@
 """What becomes of single arguments, of contradictions and of names that do not exist."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from swift_megatron_grpo.args import resolve
+from swift_megatron_grpo.args import convert, resolve
 from swift_megatron_grpo.args.fields import all_fields
 
 from .conftest import other_errors
@@ -70,6 +73,11 @@ def test_sgd_goes_without_the_distributed_optimizer(workplace):
     plan = plan_of('--optim sgd')
     assert (values_of(plan)['use_distributed_optimizer'], other_errors(plan)) == ('false', [])
     assert 'goes with adam' in other_errors(plan_of('--optim sgd --use_distributed_optimizer true'))[0]
+
+
+def test_the_losses_that_the_plan_knows_are_those_of_the_registry():
+    text = Path(convert.__file__).parents[1].joinpath('step', 'loss.py').read_text(encoding='utf-8')
+    assert set(re.findall(r"@register_loss\('(\w+)'", text)) == set(convert.LOSSES)
 
 
 def test_an_adapter_is_not_merged_at_each_save_as_in_swift_rlhf(workplace):
