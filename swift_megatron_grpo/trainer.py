@@ -26,7 +26,7 @@ from .errors import RunError, UserError
 from .interruption import StopRequest
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
-from .model_checks import refuse_lost_windows
+from . import model_checks
 from .parallel import agree, build_topology, max_over
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
@@ -65,7 +65,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def __init__(self, args: Any, template: Any, expert_dataset: Any = None):
         refuse_unknown_rewards(args)  # before a model is built
-        refuse_lost_windows(template.config, None if args.max_length is None else args.max_length + args.max_completion_length)
+        model_checks.refuse(template.config.to_dict(), attention_backend=args.attention_backend.name,
+                            longest=None if args.max_length is None else args.max_length + args.max_completion_length)
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
         self.topology = build_topology()

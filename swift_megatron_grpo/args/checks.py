@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from .. import model_checks
 from . import lr as lr_schedule
 from . import model_files
 from .doctor import in_range, installed_version
@@ -368,7 +369,16 @@ def _optimizer(t: Translation) -> None:
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:
-    """Sizes that must divide the model's own."""
+    """What this model cannot be trained with, and sizes that must divide its own."""
+    length = t.effective('max_length')
+    t.errors += model_checks.problems(
+        config,
+        longest=None if length is None else length + t.effective('max_completion_length'),
+        attention_backend=str(t.effective('attention_backend')),
+    )
+    if t.effective('tuner_type') == 'lora' and not t.effective('merge_lora'):
+        note = model_checks.adapter_warning(config, t.effective('target_modules') or ['all-linear'])
+        t.warnings += [note] if note else []
     text = model_files.text_config(dict(config))
     heads, layers = text.get('num_attention_heads'), text.get('num_hidden_layers')
     _tp, pp, ep = (t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'expert_model'))

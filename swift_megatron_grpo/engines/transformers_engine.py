@@ -6,8 +6,9 @@ import dataclasses
 import torch
 from collections.abc import Callable, Iterable, Sequence
 from swift.infer_engine import TransformersEngine
-from swift.infer_engine.protocol import InferRequest, RolloutOutput
+from swift.infer_engine.protocol import ChatCompletionResponse, ChatCompletionResponseChoice, ChatMessage, InferRequest, RolloutOutput
 from swift.template import Template
+from transformers import StoppingCriteria, StoppingCriteriaList
 from typing import Any
 
 from ..errors import RunError
@@ -20,24 +21,77 @@ from .encoding import Encoded, encode_once
 _WITHOUT_SDPA = ('gpt_oss', )
 
 
-class _SamplingEngine(TransformersEngine):
-    """ms-swift's engine with log-probabilities of what was sampled: at the sampling temperature, in float32, one softmax a step.
+class _Ends(StoppingCriteria):  # type: ignore[misc]
+    """Notes after how many sampled tokens each row of a batch ended; from there on transformers fills it up with pad tokens.
 
-    (ms-swift's own are of the untempered logits, and it sorts the whole vocabulary for every token.)
+    Args:
+        stops: what ends a row besides end tokens and the length limit (ms-swift's stop words).
+        end_ids: end tokens. They count as sampled.
+    """
+
+    def __init__(self, stops: StoppingCriteriaList, end_ids: Sequence[int]):
+        self.stops = stops
+        self.end_ids = end_ids
+        self.num_sampled = 0
+        self.lengths_B: torch.Tensor | None = None  # 0: has not ended
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_sampled += 1
+        ended = torch.isin(input_ids[:, -1], torch.tensor(self.end_ids, dtype=input_ids.dtype, device=input_ids.device))
+        for stop in self.stops:
+            ended = ended | stop(input_ids, scores, **kwargs)
+        if self.lengths_B is None:
+            self.lengths_B = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+        self.lengths_B = torch.where((self.lengths_B == 0) & ended, self.num_sampled, self.lengths_B)
+        return ended
+
+    def lengths(self) -> list[int]:
+        """Sampled tokens of each row, its end token included; 0 where the length limit came first."""
+        return [] if self.lengths_B is None else self.lengths_B.tolist()
+
+
+class _SamplingEngine(TransformersEngine):
+    """ms-swift's engine, for answers that are trained on.
+
+    Log-probabilities are those of what was sampled: at the sampling temperature, in float32, one softmax a step (ms-swift's are of the
+    untempered logits, and it sorts the whole vocabulary for every token).
+
+    A policy can sample the pad token, too. ms-swift drops each token of that number, so that the answer misses tokens its own
+    log-probabilities were conditioned on; here a row ends where it ended. One that ends with the last allowed token has ended, too.
     """
     temperature = 1.0
 
-    def preprocess_logits(self, batched_logits: Any, batched_generate_ids: torch.Tensor,  # type: ignore[override]
-                          top_logprobs: int | None) -> list[list[dict[int, float]]] | None:
-        if batched_logits is None:
-            return None
-        ids = batched_generate_ids[:, :len(batched_logits)]
+    def _infer_full(self, inputs: dict[str, Any], *, generation_config: Any, adapter_request: Any, request_config: Any,
+                    template_inputs: Sequence[Any]) -> list[ChatCompletionResponse]:
+        prompt_ids_BT = inputs.get('input_ids')  # a template can give embeddings in their place
+        kwargs = self.template.prepare_generate_kwargs({'generation_config': generation_config, **inputs}, model=self.model)
+        end_ids = generation_config.eos_token_id
+        ends = _Ends(kwargs['stopping_criteria'], [] if end_ids is None else [end_ids] if isinstance(end_ids, int) else list(end_ids))
+        kwargs['stopping_criteria'] = StoppingCriteriaList([ends])
+        output = self.template.generate(self.model, **kwargs)
+        sampled_ids = self.template.get_generate_ids(output['sequences'], self._get_num_tokens(inputs))
+        logprobs = self._logprobs(output['logits'], sampled_ids)
+        responses = []
+        for row, length in enumerate(ends.lengths()):
+            ids = sampled_ids[row, :length or None].tolist()
+            text = self.template.decode_generate_ids(ids, template_inputs=template_inputs[row])
+            choice = ChatCompletionResponseChoice(
+                index=0,
+                message=ChatMessage(role='assistant', content=text, tool_calls=self._get_toolcall(text, template_inputs=template_inputs[row])),
+                finish_reason='stop' if length else 'length',
+                logprobs={'content': [{'logprob': value} for value in logprobs[row][:len(ids)]]},
+                token_ids=ids)
+            prompt_ids = None if prompt_ids_BT is None else prompt_ids_BT[row][inputs['attention_mask'][row].bool()].tolist()
+            usage = self._update_usage_info(self._get_usage_info(self._get_num_tokens(inputs, batch_idx=row), 0), len(ids))
+            responses.append(ChatCompletionResponse(model=self.model_name, choices=[choice], usage=usage, prompt_token_ids=prompt_ids))
+        return responses
+
+    def _logprobs(self, logits: Sequence[torch.Tensor], sampled_ids_BS: torch.Tensor) -> list[list[float]]:
         steps = [
-            torch.log_softmax(logits.float() / self.temperature, -1).gather(-1, ids[:, step, None])[:, 0]
-            for step, logits in enumerate(batched_logits)
+            torch.log_softmax(logits_BV.float() / self.temperature, -1).gather(-1, sampled_ids_BS[:, step, None])[:, 0]
+            for step, logits_BV in enumerate(logits)
         ]
-        values = torch.stack(steps, 1).tolist()
-        return [[{token: value} for token, value in zip(row_ids, row)] for row_ids, row in zip(ids.tolist(), values)]
+        return torch.stack(steps, 1).tolist()
 
     def _batch_encode(self, infer_requests: Sequence[InferRequest], strict: bool) -> Encoded:  # type: ignore[override]
         return encode_once(super()._batch_encode, infer_requests, strict)

@@ -1,5 +1,6 @@
 """What becomes of single arguments, of contradictions and of names that do not exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -573,6 +574,29 @@ def test_key_value_heads_and_tensor_parallel_must_fit(workplace):
     argv = BASE.replace('--model tiny', '--model Qwen/Qwen2.5-14B').split()
     plan = resolve([*argv, '--tensor_model_parallel_size', '5', '--gradient_accumulation_steps', '8'], {'NPROC_PER_NODE': '5'})
     assert any('8 key/value heads' in error for error in plan.errors), plan.errors
+
+
+@pytest.mark.parametrize(
+    ('text', 'error', 'warning'),
+    [
+        ('', 'its attention has learned sinks', 'adapters of experts are written one an expert'),
+        ('--attention_backend fused', '', 'adapters of experts are written one an expert'),
+        ('--attention_backend fused --merge_lora true', '', ''),
+        ('--attention_backend fused --target_modules linear_qkv', '', ''),
+        ('--attention_backend fused --tuner_type full', '', ''),
+    ],
+)
+def test_what_a_config_json_says_of_a_family(text, error, warning, workplace):
+    sizes = {'hidden_size': 64, 'num_hidden_layers': 4, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'vocab_size': 320,
+             'num_local_experts': 4, 'sliding_window': 128, 'layer_types': ['sliding_attention', 'full_attention'] * 2}
+    folder = workplace / 'oss'
+    folder.mkdir()
+    (folder / 'config.json').write_text(json.dumps({'model_type': 'gpt_oss', **sizes}))
+    argv = BASE.replace('--model tiny', f'--model {folder}').split()
+    plan = resolve([*argv, '--gradient_accumulation_steps', '8', '--tuner_type', 'lora', *text.split()], {'NPROC_PER_NODE': '1'})
+    errors = other_errors(plan)
+    assert any(error in message for message in errors) if error else errors == []
+    assert any(warning in message for message in plan.warnings) if warning else not any('adapters of experts' in message for message in plan.warnings)
 
 
 def test_every_own_argument_is_read_by_the_code_of_the_trainer():

@@ -100,8 +100,8 @@ SIGNATURES = {
     ('swift.infer_engine.transformers_engine', 'TransformersEngine.infer'): (
         'self, infer_requests, request_config=None, metrics=None, *, use_tqdm=None, adapter_request=None'
     ),
-    ('swift.infer_engine.transformers_engine', 'TransformersEngine.preprocess_logits'): (
-        'batched_logits, batched_generate_ids, top_logprobs'
+    ('swift.infer_engine.transformers_engine', 'TransformersEngine._infer_full'): (
+        'self, inputs, *, generation_config, adapter_request, request_config, template_inputs'
     ),
     ('mcore_bridge.bridge.gpt_bridge', 'GPTBridge.load_weights'): (
         "self, mg_models, hf_model_dir, peft_format=False, adapter_name='default', converter=None"
