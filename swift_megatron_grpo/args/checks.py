@@ -11,8 +11,9 @@ from . import lr as lr_schedule
 from . import model_files
 from .doctor import in_range, installed_version
 from .engine_checks import engine
+from .families import known_families, unknown_family
 from .path_checks import paths
-from .registries import unknown_name
+from .registries import unknown_constant, unknown_name
 from .translation import Translation
 
 HF_SCHEDULE = ('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio')
@@ -74,6 +75,7 @@ def check_all(t: Translation, config: dict[str, Any] | None) -> None:
     """Every check below, in the order in which a reader would want to mend things."""
     for check in (
         required,
+        names_of_model,
         schedule_names,
         ranges,
         engine,
@@ -94,6 +96,13 @@ def required(t: Translation) -> None:
         t.errors.append('--model is needed: a Hugging Face or ModelScope id, or a folder with config.json and safetensors.')
     if not t.effective('dataset'):
         t.errors.append('--dataset is needed: ids or files (.jsonl, .json, .csv) whose rows hold the prompts in `messages` or `query`.')
+
+
+def names_of_model(t: Translation) -> None:
+    """Names of model types and templates that ms-swift does not know."""
+    for name in ('model_type', 'template'):
+        if t.effective(name) is not None:
+            t.errors += unknown_constant(name, t.effective(name), t.effective('external_plugins') or [])
 
 
 def schedule_names(t: Translation) -> None:
@@ -376,6 +385,10 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
         longest=None if length is None else length + t.effective('max_completion_length'),
         attention_backend=str(t.effective('attention_backend')),
     )
+    families = known_families()
+    family = families and unknown_family(families, config, t.effective('model_type'))
+    if families and family:
+        t.errors.append(str(model_checks.unknown_model(t.effective('model'), family, sorted(families.convertible))))
     if t.effective('tuner_type') == 'lora' and not t.effective('merge_lora'):
         note = model_checks.adapter_warning(config, t.effective('target_modules') or ['all-linear'])
         t.warnings += [note] if note else []

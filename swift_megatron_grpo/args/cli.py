@@ -98,10 +98,11 @@ def _plan(options: argparse.Namespace, more: list[str]) -> int:
     _print(options, script, plans)
     if options.write:
         text = scripts.write_yaml(script, options.file, written) if is_yaml else scripts.write_script(script, written)
-        with open(options.write, 'w', encoding='utf-8') as file:
+        with open(options.write + '.part', 'w', encoding='utf-8') as file:  # never half a script: OUT can be the file that was read
             file.write(text)
         if not is_yaml and options.file != '-':
-            os.chmod(options.write, os.stat(options.file).st_mode & 0o777)
+            os.chmod(options.write + '.part', os.stat(options.file).st_mode & 0o777)
+        os.replace(options.write + '.part', options.write)
         print(f'Wrote {options.write}.', file=sys.stderr)
     return 0 if all(plan.ok for _, plan in plans) else 2
 

@@ -196,7 +196,7 @@ def render(memory: Mapping[str, Any]) -> list[str]:
     lines.append(f'  {"training":<12}{memory["train_bytes"] / GIB:>9.2f} GiB')
     if memory['rollout_bytes']:
         lines.append(f'  {"sampling":<12}{memory["rollout_bytes"] / GIB:>9.2f} GiB')
-    lines.append(f'  {"fits" if memory["fits"] else "does NOT fit"} a device of {memory["device_bytes"] / 1e9:.0f} GB')
+    lines.append(f'  {"fits" if memory["fits"] else "does NOT fit"} a device of {memory["device_bytes"] / 1e9:.0f} GB ({memory["device_bytes"] / GIB:.1f} GiB)')
     best = memory['smallest_layout']
     if best is not None:
         lines.append(

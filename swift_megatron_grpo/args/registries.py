@@ -18,20 +18,41 @@ REGISTRIES = {
     'multi_turns': 'rollout/multi_turn.py',
     'envs': 'rollout/gym_env.py',
 }
+# argument: where ms-swift lists its values, as constants of classes, and the function by which a plugin adds one
+CONSTANTS = {
+    'model_type': ('model/constant.py', 'register_model'),
+    'template': ('template/constant.py', 'register_template'),
+}
 _WELL_KNOWN = sys.stdlib_module_names | {'swift', 'swift_megatron_grpo', 'torch', 'numpy', 'transformers', 'datasets', 'PIL', 'requests'}
 
 
 @functools.cache
 def builtin_names(registry: str) -> frozenset[str] | None:
     """The keys of a registry of ms-swift; None where ms-swift is not installed or its source has another shape."""
+    source = _source_of_swift(REGISTRIES[registry])
+    return None if source is None else frozenset(_keys(source, registry)[0]) or None
+
+
+def _source_of_swift(name: str) -> str | None:
     spec = importlib.util.find_spec('swift')  # finding a top-level package imports nothing
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    for folder in spec.submodule_search_locations:
-        source = Path(folder) / REGISTRIES[registry]
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        source = Path(folder) / name
         if source.is_file():
-            return frozenset(_keys(source.read_text(encoding='utf-8'), registry)[0]) or None
+            return source.read_text(encoding='utf-8')
     return None
+
+
+@functools.cache
+def constants(argument: str) -> frozenset[str] | None:
+    """What ms-swift itself takes for `--model_type` or `--template`; None where ms-swift is not installed or its source has another shape."""
+    source = _source_of_swift(CONSTANTS[argument][0])
+    classes = [node for node in ast.parse(source or '').body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        node.value.value
+        for body in classes
+        for node in body.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ) or None
 
 
 def _keys(source: str, registry: str) -> tuple[set[str], bool]:
@@ -106,3 +127,25 @@ def unknown_name(argument: str, name: str, registry: str, plugins: Sequence[str]
         + (f' Did you mean {close[0]}?' if close else '')
         + f' Known here: {", ".join(sorted(known))}. One of your own: --external_plugins FILE.py with {registry}[{name!r}] = ...'
     ]
+
+
+def unknown_constant(argument: str, name: str, plugins: Sequence[str]) -> list[str]:
+    """One message where ms-swift does not list a model type or template, and no plugin can have registered it; an empty list else."""
+    known = constants(argument)
+    if known is None or name in known or not all(_registers_none(plugin, CONSTANTS[argument][1]) for plugin in plugins):
+        return []
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return [
+        f'--{argument} {name!r} is not one that ms-swift knows.'
+        + (f' Did you mean {" or ".join(close)}?' if close else '')
+        + f' Leave it out, and ms-swift takes what fits the model; one of your own comes from an external plugin that calls {CONSTANTS[argument][1]}.'
+    ]
+
+
+def _registers_none(plugin: str, function: str) -> bool:
+    """Whether a plugin file cannot register a model or template, as far as its text tells."""
+    try:
+        source = Path(os.path.expanduser(plugin)).read_text(encoding='utf-8', errors='replace')
+        return function not in source and _imports_well_known_only(source)
+    except (OSError, SyntaxError):
+        return False

@@ -252,6 +252,8 @@ def _evaluation_defaults(t: Translation) -> None:
                 f'--split_dataset_ratio), so nothing is '
                 'evaluated, as in swift rlhf.'
             )
+        elif t.asked('eval_steps') is not None:
+            t.warnings.append('--eval_steps is given, and there is no validation data (--val_dataset or --split_dataset_ratio): nothing is evaluated.')
         strategy = 'no'
     t.values['eval_strategy'], t.source['eval_strategy'] = strategy, 'eval_strategy'
     if strategy == 'no':

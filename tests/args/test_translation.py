@@ -599,6 +599,25 @@ def test_what_a_config_json_says_of_a_family(text, error, warning, workplace):
     assert any(warning in message for message in plan.warnings) if warning else not any('adapters of experts' in message for message in plan.warnings)
 
 
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('--model_type qwen99', "--model_type 'qwen99' is not one that ms-swift knows. Did you mean qwen"),
+        ('--template qwen2_5x', "--template 'qwen2_5x' is not one that ms-swift knows. Did you mean qwen2_5"),
+        ('--template qwen2_5', ''),
+        ('--model_type qwen99 --external_plugins models.py', ''),
+        ('--model_type mistral', 'does not know the family mistral'),
+    ],
+)
+def test_names_of_model_types_and_templates(text, words, workplace):
+    (workplace / 'models.py').write_text('from swift.model import register_model\nregister_model(make())\n')
+    (workplace / 'tiny-model').mkdir()
+    (workplace / 'tiny-model' / 'config.json').write_text(json.dumps({'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}))
+    argv = BASE.replace('--model tiny', '--model ./tiny-model').split()
+    errors = other_errors(resolve([*argv, '--gradient_accumulation_steps', '8', *text.split()], {'NPROC_PER_NODE': '1'}))
+    assert any(words in error for error in errors) if words else errors == []
+
+
 def test_every_own_argument_is_read_by_the_code_of_the_trainer():
     import re
     from pathlib import Path
