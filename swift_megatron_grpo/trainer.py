@@ -17,7 +17,8 @@ from swift.rlhf_trainers.utils import identity_data_collator
 from swift.utils import get_current_device, get_logger
 from typing import Any
 
-from . import checkpoint
+from . import checkpoint, model_checks
+from .adapter_start import draw_adapters
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline
@@ -26,7 +27,6 @@ from .errors import RunError, UserError
 from .interruption import StopRequest
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
-from . import model_checks
 from .parallel import agree, build_topology, max_over
 from .parallel_attributes import mark_tensor_parallel
 from .reference import Reference
@@ -280,6 +280,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
         # After adapters are there, before DistributedDataParallel sorts the parameters and the optimizer copies what they say of themselves.
         peft_models = super()._prepare_peft_model(models)
+        if not self.args.adapters and self.args.mcore_adapter is None:
+            draw_adapters(models, self.args.seed)
         mark_tensor_parallel(models)
         return peft_models
 

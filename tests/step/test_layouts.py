@@ -108,21 +108,35 @@ ADAPTED = {
 }
 
 
-@pytest.fixture(scope='module')
-def adapter(run: Any, ranks: Any, rollouts: Path, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained adapter: a fresh one is drawn at random, and differently in each layout."""
-    work = tmp_path_factory.mktemp('adapter')
-    ranks.run(train, arguments(work, tiny_model('qwen3'), rollouts, **{**LORA, 'save_strategy': 'steps', 'save_steps': 1}), world_size=1)
-    return work / 'out' / 'checkpoint-2'
-
-
 @pytest.mark.parametrize('layout', ADAPTED)
-def test_an_adapter_trains_alike_in(run: Any, tiny_model: Any, adapter: Path, layout: str) -> None:
+def test_an_adapter_is_drawn_and_trains_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
+    """From the first draw: nothing is loaded. The second update sees the policy that the first one made."""
     model = tiny_model('qwen3')
     world_size, changes = ADAPTED[layout]
-    expected = run(model, adapters=adapter, **LORA)
-    assert expected.column('kl')[0] > 1e-6
-    assert_same(run(model, world_size, adapters=adapter, **LORA, **changes), expected)
+    expected = run(model, **LORA)
+    assert expected.column('kl')[1] > 1e-6
+    assert_same(run(model, world_size, **LORA, **changes), expected)
+
+
+@pytest.mark.parametrize('layout', ['ep2', 'ep2-tp2-sp'])
+def test_adapters_of_experts_are_drawn_and_train_alike_in(run: Any, tiny_model: Any, layout: str) -> None:
+    model, kind = tiny_model('qwen3_moe'), {'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none', 'target_modules': 'all-linear'}
+    world_size, changes = {'ep2': (2, {'expert_model_parallel_size': 2}), 'ep2-tp2-sp': (4, {
+        'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1, 'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'})}[layout]
+    expected = run(model, **{**LORA, **kind})
+    assert_same(run(model, world_size, **{**LORA, **kind, **changes}), expected)
+
+
+def factors(*names: str) -> list[torch.Tensor]:
+    from swift_megatron_grpo.adapter_start import _whole
+    return [_whole(name, 64, 400, 7) for name in names]
+
+
+def test_a_factor_has_the_distribution_of_peft(ranks: Any) -> None:
+    factor, again, other = ranks.run(factors, 'a', 'a', 'b', world_size=1)[0]
+    reference = torch.nn.init.kaiming_uniform_(torch.empty(64, 400), a=5**0.5)
+    assert torch.equal(factor, again) and not torch.equal(factor, other)
+    assert factor.abs().max() <= 0.05 and float(factor.std()) == pytest.approx(float(reference.std()), rel=0.03)
 
 
 SELECTED = {**LORA, 'use_rslora': 'true', 'target_modules': ['linear_qkv', 'linear_fc2'], 'modules_to_save': ['word_embeddings', 'output_layer']}

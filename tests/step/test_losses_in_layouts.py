@@ -39,7 +39,16 @@ LAYOUTS = {
     'tp2-cp2': {'tensor_model_parallel_size': 2, 'context_parallel_size': 2},
     'pp2-dp2': {'pipeline_model_parallel_size': 2, 'micro_batch_size': 2},
     'tp2-sp-dp2': {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true', 'micro_batch_size': 1},
+    'tp2-pp2': {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2},
+    'ep2-tp2-sp': {'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1, 'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'},
 }
+# what is trained -> (model, arguments)
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    'full': ('qwen3', {}),
+    'lora': ('qwen3', {'tuner_type': 'lora', 'lora_rank': 4, 'lora_alpha': 16, 'target_modules': 'all-linear'}),
+    'experts': ('qwen3_moe', {'moe_router_load_balancing_type': 'none'}),
+}
+RUNS = [('full', 'tp2-cp2'), ('full', 'pp2-dp2'), ('full', 'tp2-sp-dp2'), ('lora', 'tp2-pp2'), ('experts', 'ep2-tp2-sp')]
 
 
 def losses_at_moved_weights(argv: list[str]) -> dict[str, dict[str, Any]] | None:
@@ -53,6 +62,7 @@ def losses_at_moved_weights(argv: list[str]) -> dict[str, dict[str, Any]] | None
     from swift_megatron_grpo.metrics import to_logs
     from swift_megatron_grpo.pipeline import MegatronGRPO
     from swift_megatron_grpo.step.loss_config import LossConfig
+    from swift_megatron_grpo.sync import merged_for_export
     pipeline = MegatronGRPO(argv)
     train_dataset, val_dataset = pipeline._prepare_dataset()
     pipeline.args.init_iters(train_dataset, val_dataset)
@@ -78,9 +88,10 @@ def losses_at_moved_weights(argv: list[str]) -> dict[str, dict[str, Any]] | None
         trainer.progress.updates_in_generation = 1
         sums, grad_norm, updated = trainer.train_step(second)
         assert updated
-        moved = dict(trainer.bridge.export_weights(trainer.unwrapped_models))
-        results[name] = {'values': {'grad_norm': float(grad_norm), **to_logs(sums), **metrics},
-                         'moved': {key: tensor.clone() for key, tensor in moved.items() if 'layers.1.' in key or 'layers.' not in key}}
+        with merged_for_export(trainer.unwrapped_models):
+            moved = {key: tensor.clone() for key, tensor in trainer.bridge.export_weights(trainer.unwrapped_models)
+                     if 'layers.1.' in key or 'layers.' not in key}
+        results[name] = {'values': {'grad_norm': float(grad_norm), **to_logs(sums), **metrics}, 'moved': moved}
         for key, value in before.items():
             setattr(trainer.args, key, value)
         with torch.no_grad():
@@ -107,23 +118,26 @@ def measure(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactor
     _bring_the_odd_ones_into_the_second_step(rollouts / 'generation-000000.jsonl')
     sgd = {'optimizer': 'sgd', 'sgd_momentum': 0.0, 'lr': 0.1, 'min_lr': 0.1, 'lr_decay_style': 'constant', 'use_distributed_optimizer': 'false',
            'clip_grad': 0.5, 'weight_decay': 0.0}
-    known: dict[str, Any] = {}
+    known: dict[Any, Any] = {}
 
-    def measured(layout: str | None) -> Any:
-        key = layout or 'one process'
+    def measured(trained: str, layout: str | None) -> Any:
+        key = (trained, layout)
         if key not in known:
-            changes = LAYOUTS[layout] if layout else {}
-            argv = arguments(work, tiny_model('qwen3'), rollouts, **{
-                'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, 'ref_model': tiny_model('qwen3', seed=1), **sgd, **changes})
+            model, changes = TRAINED[trained]
+            changes = {**changes, **(LAYOUTS[layout] if layout else {})}
+            if trained != 'lora':  # there the base model is the reference
+                changes['ref_model'] = tiny_model(model, seed=1)
+            argv = arguments(work, tiny_model(model), rollouts, **{
+                'model_type': model, 'generation_batch_size': 16, 'train_iters': 2, 'beta': 0.04, **sgd, **changes})
             known[key] = ranks.run(losses_at_moved_weights, argv, world_size=4 if layout else 1, deadline=400.)[-1]
         return known[key]
 
     return measured
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_every_loss_is_the_same_in(measure: Any, layout: str) -> None:
-    expected, got = measure(None), measure(layout)
+@pytest.mark.parametrize('trained, layout', RUNS)
+def test_every_loss_is_the_same_in(measure: Any, trained: str, layout: str) -> None:
+    expected, got = measure(trained, None), measure(trained, layout)
     wrong = []
     for name in LOSSES:
         values = expected[name]['values']
@@ -140,7 +154,7 @@ def test_every_loss_is_the_same_in(measure: Any, layout: str) -> None:
 
 def test_the_losses_differ_from_one_another_where_they_were_measured(measure: Any) -> None:
     """Else the comparison above would compare the same thing many times."""
-    norms = {name: result['values']['grad_norm'] for name, result in measure(None).items()}
+    norms = {name: result['values']['grad_norm'] for name, result in measure('full', None).items()}
     assert all(norm > 1e-3 for norm in norms.values()), norms
     twins = [(a, b) for a in norms for b in norms if a < b and norms[a] == pytest.approx(norms[b], rel=1e-6)]
     assert not twins, twins
