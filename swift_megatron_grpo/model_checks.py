@@ -36,10 +36,15 @@ def problems(config: Mapping[str, Any], *, longest: int | None, attention_backen
     return found
 
 
+def adapts_experts(target_modules: Sequence[str]) -> bool:
+    """Whether LoRA goes to the matrices of experts, in a model that has some. Pure. target_modules: Megatron's names, or one pattern."""
+    return any(name == 'all-linear' or 'linear_fc' in name or 'experts' in name for name in target_modules)
+
+
 def adapter_warning(config: Mapping[str, Any], target_modules: Sequence[str]) -> str | None:
     """What is to be known of an adapter of this model that is written without a merged model; None where there is nothing. Pure."""
     family = str(config.get('model_type'))
-    if family not in _EXPERTS_IN_ONE or not {'all-linear', 'linear_fc1', 'linear_fc2'} & set(target_modules):
+    if family not in _EXPERTS_IN_ONE or not adapts_experts(target_modules):
         return None
     return (f'{family}: adapters of experts are written one an expert, and PEFT and vLLM know the experts of this family as one tensor: they cannot '
             'read them, a resumed run can. Give --merge_lora true for a model to use elsewhere.')

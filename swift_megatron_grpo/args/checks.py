@@ -439,6 +439,12 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
             f'--tensor_model_parallel_size {tp} with the experts of {t.effective("model")} needs --sequence_parallel true: Megatron-Core '
             'refuses to train them without.'
         )
+    etp = t.effective('expert_tensor_parallel_size')
+    if experts and etp > 1 and t.effective('tuner_type') != 'full' and model_checks.adapts_experts(t.effective('target_modules') or ['all-linear']):
+        t.errors.append(
+            f'--expert_tensor_parallel_size {etp}: mcore-bridge has no adapters on experts that are split. Leave it out (1), or choose '
+            '--target_modules without experts, such as q_proj k_proj v_proj o_proj.'
+        )
     if ep > 1 and not experts:
         t.errors.append(f'--expert_model_parallel_size {ep} is given, and {t.effective("model")} has no experts. Leave it out.')
     elif ep > 0 and experts and experts % ep:
