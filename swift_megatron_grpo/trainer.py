@@ -96,7 +96,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
-        self.window, self.eval_window = Window(), Window()
+        self.window = Window()
         self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
@@ -260,17 +260,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         size = max(args.generation_batch_size // num_generations, 1)
         self.call_event('on_eval_begin')
         self.sync_weights()
+        batches = []
         for batch in range(args.eval_iters):
             last = min((batch + 1) * size, len(val_dataset))
             source = PromptSource(val_dataset, 1, shuffle=False, seed=args.seed)
             prompts = [prompt for index in range(batch * size, last) for prompt in source.take(index)]
-            scored = self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
-                                       version=self.engine.version)
-            self.eval_window.add_values(self.learner.reward_metrics(scored))
-            self.eval_window.add_values(completion_metrics(scored.rollouts))
+            batches.append(self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
+                                             version=self.engine.version))
             self.call_event('on_eval_step')
         self.residency.to(Stage.TRAINING)
-        metrics = self.eval_window.flush()
+        scored = ScoredRollouts.joined(batches)  # the last batch can be smaller than the others
+        metrics = {**self.learner.reward_metrics(scored), **completion_metrics(scored.rollouts)}
         self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
         self.call_event('on_eval_end')
         return metrics

@@ -41,6 +41,16 @@ class ScoredRollouts:
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of how it came about, to be logged
 
+    @classmethod
+    def joined(cls, parts: Sequence[ScoredRollouts]) -> ScoredRollouts:
+        """Several batches as one, groups in order. Seconds and metrics of how they came about stay behind. Pure."""
+        rollouts, first = [], 0
+        for part in parts:
+            rollouts += [dataclasses.replace(rollout, prompt_index=rollout.prompt_index + first) for rollout in part.rollouts]
+            first += len(part.samples_P)
+        return cls(prompts=[prompt for part in parts for prompt in part.prompts], rollouts=rollouts,
+                   rewards_NF=torch.cat([part.rewards_NF for part in parts]), samples_P=[sample for part in parts for sample in part.samples_P])
+
     def sample(self, rollout: Rollout) -> GRPOSample:
         """The sample that `encode_sample` takes; shares the prompt's row, copies nothing of it."""
         prompt = self.samples_P[rollout.prompt_index]

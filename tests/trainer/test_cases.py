@@ -92,6 +92,18 @@ def test_four_updates_a_generation_come_in_order_and_an_evaluation_between_them_
     assert all(torch.equal(evaluated.weights[name], weight) for name, weight in plain.weights.items())
 
 
+def test_an_evaluation_in_batches_of_different_sizes_is_one_mean_over_all_of_it(run: Any, tmp_path: Path) -> None:
+    (tmp_path / 'prompt_index_of_validation.py').write_text(INDEX_PLUGIN)
+    validation = tmp_path / 'validation.jsonl'
+    validation.write_text(''.join(json.dumps({'messages': [{'role': 'user', 'content': f'number {i}'}], 'solution': str(i)}) + '\n' for i in (0, 0, 9)))
+    outcome, _ = run('uneven', global_batch_size=16, generation_batch_size=16, num_generations_eval=8, train_iters=1, max_completion_length=3,
+                     external_plugins=tmp_path / 'prompt_index_of_validation.py', reward_funcs='prompt_index', val_dataset=validation,
+                     split_dataset_ratio=0.0, eval_strategy='steps', eval_steps=1)
+    evaluation, = [row for row in outcome.logs if 'eval_reward' in row]
+    assert evaluation['eval_reward'] == 3.0 and evaluation['eval_rewards/PromptIndex/mean'] == 3.0
+    assert evaluation['eval_frac_reward_zero_std'] == 1.0 and evaluation['eval_completions/max_length'] == 3.0
+
+
 def test_a_log_window_holds_its_own_rewards_only_and_each_rollout_once(run: Any, tmp_path: Path) -> None:
     rollouts = write_rollouts(tmp_path / 'rollouts', generations=8, prompts=1, num_generations=4)
     for generation in range(8):
