@@ -42,6 +42,7 @@ class Progress:
     skipped_updates: int = 0  # left out because their gradient was not finite
     best_metric: float | None = None
     best_global_step: int | None = None
+    saves_without_gain: int = 0  # checkpoints in a row whose evaluation was not the best
     num_prompts_per_generation: int = 0
     stream_position: int = 0  # streaming data: rows read before those of the generation that is sampled next
     seed: int = 0

@@ -90,6 +90,9 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
     save_strategy: Literal['steps', 'epoch', 'no'] = 'steps'
     eval_strategy: Optional[Literal['no', 'steps', 'epoch']] = None
     load_best_model_at_end: bool = False
+    eval_on_start: bool = False
+    eval_delay: float = 0.0
+    early_stop_interval: Optional[int] = None
     resume_from_checkpoint: Optional[str] = None
     resume_only_model: bool = False
 
@@ -212,6 +215,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
                 self.save_steps = steps_per_epoch
             if self.eval_strategy == 'epoch':
                 self.eval_steps = steps_per_epoch
+                self.eval_delay *= steps_per_epoch  # epochs, as in transformers
         if self.eval_strategy == 'no' or val_dataset is None or len(val_dataset) == 0:
             self.eval_iters = 0
         else:

@@ -116,23 +116,37 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.val_dataset = val_dataset
         self.setup_model_training()
         self.sync_weights()  # a broken path to the engine fails here, before anything was trained
+        if args.eval_on_start and args.eval_iters > 0:
+            self._evaluate(val_dataset)
         self.generation = self._resume_generation()
-        while self.state.iteration < args.train_iters and not self.stop.is_agreed:
+        while not self._is_done and not self.stop.is_agreed:
             self.generation = self.generation or self.collect(self.progress.generation)
             for step in self._updates_left(self.generation):
                 self.run_train_step(step, val_dataset)
-                if self.state.iteration >= args.train_iters or self.stop.agree(self._on_any_rank):
+                if self._is_done or self.stop.agree(self._on_any_rank):
                     break
             if not self.stop.is_agreed:
                 self.generation = None
         self.finalize_training()
         if self.stop.is_agreed:
             logger.info(f'Stopped on request after {self.state.iteration} optimizer steps{self._keep()}.')
-        elif args.load_best_model_at_end:
+        elif self._has_stalled:
+            logger.info(f'Early stop after {self.state.iteration} optimizer steps: {self.progress.saves_without_gain} checkpoints in a row have not '
+                        f'brought a better {args.metric_for_best_model} than {self.state.best_metric:g}.')
+        if args.load_best_model_at_end and not self.stop.is_agreed:
             checkpoint.make_best_the_last(self)
         if self.engine is not None:
             self.ahead.drain()
             self.engine.close()  # before the process group goes
+
+    @property
+    def _is_done(self) -> bool:
+        return self.state.iteration >= self.args.train_iters or self._has_stalled
+
+    @property
+    def _has_stalled(self) -> bool:
+        interval = self.args.early_stop_interval
+        return interval is not None and self.progress.saves_without_gain >= interval
 
     def collect(self, index: int) -> Generation:
         """One generation: sampled, scored, batched, with old and reference log-probabilities and advantages."""
@@ -253,7 +267,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _next_to_sample(self) -> int:
         return self.progress.generation + (1 if self.progress.updates_in_generation > 0 else 0)
 
-    def evaluate(self, val_dataset: Any) -> dict[str, float]:
+    def evaluate(self, val_dataset: Any) -> dict[str, float] | None:
+        """Evaluation of the rhythm of eval_steps; None before eval_delay."""
+        return None if self.state.iteration < self.args.eval_delay else self._evaluate(val_dataset)
+
+    def _evaluate(self, val_dataset: Any) -> dict[str, float]:
         """Samples and scores the validation prompts with the current weights; changes no training state."""
         args = self.args
         num_generations = args.num_generations_eval or args.num_generations
@@ -333,7 +351,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.ahead.drain()
         if isinstance(self.prompts, StreamingPromptSource):
             self.progress.stream_position = self.prompts.start_of(self._next_to_sample)
-        self.progress.best_metric, self.progress.best_global_step = self.state.best_metric, self.state.best_global_step
+        progress, state = self.progress, self.state
+        if state.best_metric is not None:  # as ms-swift's early stop counts: by checkpoint, and an equal value is no gain
+            progress.saves_without_gain = 0 if state.best_metric != progress.best_metric else progress.saves_without_gain + 1
+        progress.best_metric, progress.best_global_step = state.best_metric, state.best_global_step
         checkpoint.save(self, self.progress)
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:

@@ -14,7 +14,7 @@ from .engine_checks import engine
 from .families import known_families, unknown_family
 from .path_checks import paths
 from .registries import unknown_constant, unknown_name
-from .translation import Translation
+from .translation import Translation, show
 
 HF_SCHEDULE = ('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio')
 MEGATRON_SCHEDULE = (
@@ -67,6 +67,8 @@ RANGES = (
     ('save_steps', 1, None, True),
     ('repetition_penalty', 0.0, None, False),
     ('ref_model_sync_steps', 1, None, True),
+    ('early_stop_interval', 1, None, True),
+    ('eval_delay', 0.0, None, True),
     ('ref_model_mixup_alpha', 0.0, 1.0, True),
 )
 
@@ -304,23 +306,25 @@ def tuner(t: Translation) -> None:
 
 
 def best_checkpoint(t: Translation) -> None:
-    """load_best_model_at_end: each checkpoint must have an evaluation (transformers.TrainingArguments)."""
-    if not t.effective('load_best_model_at_end'):
+    """load_best_model_at_end, early_stop_interval: each checkpoint must have an evaluation (transformers.TrainingArguments)."""
+    name = next((name for name in ('load_best_model_at_end', 'early_stop_interval') if t.effective(name)), None)
+    if name is None:
         return
+    given = f'--{name} {show(t.effective(name))}'
     save, evaluate = t.effective('save_strategy'), t.effective('eval_strategy')
     if evaluate == 'no':
         t.errors.append(
-            '--load_best_model_at_end true chooses by evaluations, and nothing is evaluated: give --val_dataset or --split_dataset_ratio, '
+            f'{given} goes by evaluations, and nothing is evaluated: give --val_dataset or --split_dataset_ratio, '
             f'and --eval_strategy {save}.'
         )
     elif save != evaluate:
         t.errors.append(
-            f'--load_best_model_at_end true needs the same --save_strategy ({save}) and --eval_strategy ({evaluate}), as in swift rlhf: '
+            f'{given} needs the same --save_strategy ({save}) and --eval_strategy ({evaluate}), as in swift rlhf: '
             'a checkpoint is judged by the evaluation of its step.'
         )
     elif save == 'steps' and t.effective('eval_steps') and t.effective('save_steps') % t.effective('eval_steps'):
         t.errors.append(
-            f'--load_best_model_at_end true needs --save_steps ({t.effective("save_steps")}) to be a multiple of --eval_steps '
+            f'{given} needs --save_steps ({t.effective("save_steps")}) to be a multiple of --eval_steps '
             f'({t.effective("eval_steps")}), as in swift rlhf: a checkpoint is judged by the evaluation of its step.'
         )
 

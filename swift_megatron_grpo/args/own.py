@@ -129,6 +129,11 @@ OWN_FIELDS: tuple[OwnField, ...] = (
         False,
         'true: at the end `last-checkpoint` and last_model_checkpoint refer to the checkpoint with the best metric_for_best_model.',
     ),
+    OwnField('eval_on_start', 'bool', False, 'true: also evaluate before the first optimizer step.'),
+    OwnField('eval_delay', 'float', 0.0, 'No evaluation before this many optimizer steps (with eval_strategy epoch: epochs).'),
+    OwnField(
+        'early_stop_interval', 'int', None, 'End the run when this many checkpoints in a row have brought no better metric_for_best_model.'
+    ),
     OwnField('resume_from_checkpoint', 'str', None, 'Checkpoint folder to go on from.'),
     OwnField('resume_only_model', 'bool', False, 'true: take the weights of resume_from_checkpoint and start everything else anew.'),
     # rollouts, rewards

@@ -670,6 +670,7 @@ def test_a_configuration_that_cannot_be_read_is_one_error(workplace, monkeypatch
         ('--colocate_groups a', 'It belongs to the Ray trainer of ms-swift'),
         ('--use_vllm true --vllm_server_host 10.0.0.1', '--vllm_server_host is given, so: --vllm_mode server.'),
         ('--load_best_model_at_end true', 'nothing is evaluated: give --val_dataset'),
+        ('--early_stop_interval 3', '--early_stop_interval 3 goes by evaluations, and nothing is evaluated: give --val_dataset'),
         (
             '--load_best_model_at_end true --val_dataset data.jsonl --eval_strategy epoch',
             '--save_strategy (steps) and --eval_strategy (epoch)',
@@ -711,6 +712,7 @@ def test_what_swift_rlhf_accepts_and_does_not_use_is_a_warning(text, words, work
     [
         '--vllm_mode server --vllm_server_host a --vllm_server_pass_dataset true',
         '--load_best_model_at_end true --val_dataset data.jsonl --eval_steps 2 --save_steps 6 --metric_for_best_model eval_reward',
+        '--early_stop_interval 3 --val_dataset data.jsonl --eval_steps 2 --save_steps 2 --eval_delay 4 --eval_on_start true',
         '--multi_turn_scheduler gym_scheduler --vllm_mode colocate --completion_length_limit_scope total',
         '--vllm_mode colocate --vllm_disable_custom_all_reduce false',
     ],

@@ -129,6 +129,28 @@ orms['nearest_to_two'] = NearestToTwo
 '''
 
 
+def evaluations(outcome: Outcome) -> list[float]:
+    return [row['eval_reward'] for row in outcome.logs if 'eval_reward' in row]
+
+
+def test_a_run_ends_early_evaluates_at_the_start_and_waits_with_evaluations(run: Any, tmp_path: Path) -> None:
+    """The reward is best after two optimizer steps; checkpoints 3 and 4 bring nothing better."""
+    plugin = tmp_path / 'nearest_to_two_again.py'
+    plugin.write_text(STEP_REWARD.replace('nearest_to_two', 'nearest_again'))
+    val = tmp_path / 'val.jsonl'
+    val.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}\n' * 2)
+    changes = {'external_plugins': plugin, 'reward_funcs': 'nearest_again', 'val_dataset': val, 'eval_strategy': 'steps', 'eval_steps': 1,
+               'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 4, 'dynamic_sample': 'false', 'train_iters': 9}
+    outcome, folder = run('early', **changes, early_stop_interval=2, eval_on_start='true')
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == [f'checkpoint-{n}' for n in (1, 2, 3, 4)]
+    assert evaluations(outcome) == [-2.0, -1.0, 0.0, -1.0, -2.0]
+    # A resumed run goes on counting: it has waited for one checkpoint already.
+    again, folder_again = run('early-again', **changes, early_stop_interval=2, resume_from_checkpoint=folder / 'checkpoint-3')
+    assert evaluations(again) == [-2.0] and [path.name for path in folder_again.glob('checkpoint-*')] == ['checkpoint-4']
+    late, _ = run('late', **{**changes, 'train_iters': 3}, eval_delay=2)
+    assert evaluations(late) == [0.0, -1.0]
+
+
 def test_the_best_checkpoint_is_kept_and_is_the_last_one_at_the_end_also_of_a_resumed_run(run: Any, tmp_path: Path) -> None:
     plugin = tmp_path / 'nearest_to_two.py'
     plugin.write_text(STEP_REWARD)

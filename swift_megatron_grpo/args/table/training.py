@@ -53,10 +53,10 @@ trackio_bucket_id | swift | str | null | - | no_effect | - | Trackio is not amon
 trackio_static_space_id | swift | str{False} | null | - | no_effect | - | Trackio is not among the loggers of the Megatron trainer
 eval_strategy | swift | str | null | - | kept | - | no, steps or epoch; as save_strategy where it is not given; no without validation data
 eval_steps | both | float | null | null | kept | - |
-eval_delay | swift | float | 0 | - | refused | - | evaluation starts at the first eval_steps; choose eval_steps
+eval_delay | swift | float | 0 | - | kept | - | optimizer steps; epochs with eval_strategy epoch
 per_device_eval_batch_size | swift | int | 1 | - | no_effect | - | the engine batches evaluation itself; the result is a mean over samples and does not depend on it
 prediction_loss_only | swift | bool | false | - | no_effect | - | GRPO does not read it, in swift rlhf neither
-eval_on_start | swift | bool | false | - | refused | - | there is no evaluation before the first step; evaluate the model with `swift infer` first
+eval_on_start | swift | bool | false | - | kept | - |
 eval_do_concat_batches | swift | bool | true | - | no_effect | - | GRPO does not read it, in swift rlhf neither
 eval_use_gather_object | swift | bool | false | - | no_effect | - | GRPO does not read it, in swift rlhf neither
 eval_accumulation_steps | swift | int | null | - | no_effect | - | GRPO does not read it, in swift rlhf neither
@@ -132,7 +132,7 @@ optimizer | both | str | null | "adam" | kept | - | adam, sgd, muon, dist_muon; 
 mrl_dims | both | json | null | null | no_effect | - | belongs to supervised fine-tuning
 eval_metric | swift | str | null | - | no_effect | - | GRPO does not read it, in swift rlhf neither
 callbacks | both | list[str] | [] | [] | kept | - | callbacks of the Megatron trainer; those of the transformers trainer are refused by name
-early_stop_interval | swift | int | null | - | refused | - | no early stop yet; use --max_steps, or stop the run: it saves and can be resumed
+early_stop_interval | swift | int | null | - | kept | - | counted over a resumed run too
 eval_use_evalscope | swift | bool | false | - | refused | - | run `swift eval` on a checkpoint
 eval_dataset | swift | list[str] | [] | - | refused | - | run `swift eval` on a checkpoint; validation prompts go to --val_dataset
 eval_dataset_args | swift | json | null | - | no_effect | - | belongs to eval_use_evalscope
