@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
+from .. import compare
 from ..errors import UserError
 from . import scripts
 from .doctor import report as doctor_report
@@ -22,7 +23,7 @@ from .resolver import resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0: all is well; 2: the command would not start, or the input cannot be read."""
+    """Entry point. Exit code 0: all is well; 1: two runs differ; 2: the command would not start, or the input cannot be read."""
     parser = argparse.ArgumentParser(prog='swift-megatron-grpo', description='GRPO on Megatron-Core for ms-swift.', allow_abbrev=False)
     commands = parser.add_subparsers(dest='command', required=True)
     plan = commands.add_parser(
@@ -38,12 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser('doctor', help='what is installed, what is missing, and how to get it')
     explain = commands.add_parser('arguments', help="what one argument becomes, or the list of this package's own", allow_abbrev=False)
     explain.add_argument('names', nargs='*', metavar='NAME', help='names with or without dashes')
+    both = commands.add_parser('compare', help='whether two runs made the same optimizer steps, from what they logged', allow_abbrev=False)
+    both.add_argument('runs', nargs=2, metavar='RUN', help='output folder of a run, or its logging.jsonl')
+    both.add_argument('--tolerance', type=float, default=1e-5, help='largest difference that counts as equal (default 1e-5, which holds in float32)')
     options, more = parser.parse_known_args(argv)
-    if more and options.command == 'doctor':
+    if more and options.command in ('doctor', 'compare'):
         parser.error(f'unknown arguments: {" ".join(more)}')
     try:
         if options.command == 'arguments':
             return _explain([*options.names, *more])
+        if options.command == 'compare':
+            text, agree = compare.report(options.runs, options.tolerance)
+            print(text)
+            return 0 if agree else 1
         if options.command == 'doctor':
             text, healthy = doctor_report()
             print(text)
