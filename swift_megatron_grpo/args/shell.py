@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 
 from .shell_assign import assign_word, assigned, assignment, declare
-from .shell_expand import Expander
+from .shell_expand import MOST_CHARACTERS, Expander
 from .shell_printers import formatted, printed
 from .shell_tree import Node, Parser, Word
 from .shell_values import Arithmetic, Verdict, matches, test
@@ -96,6 +96,9 @@ class ScriptReader:
         self.steps += 1
         if self.steps > _MOST_STEPS:
             self.values.note('The script loops longer than is read here; what follows is left out.')
+            raise _Leave('exit')
+        if self.values.overlong:
+            self.values.note(f'A value grows beyond {MOST_CHARACTERS:,} characters, more than a command can be given; what follows is left out.')
             raise _Leave('exit')
         run = getattr(self, f'_run_{node.kind}')
         verdict: Verdict = run(node)

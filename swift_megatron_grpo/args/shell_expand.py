@@ -9,6 +9,7 @@ from .shell_tree import Parser, Part, Word
 from .shell_values import Arithmetic, replace, trim
 
 Value = str | list[str] | dict[str, str]
+MOST_CHARACTERS = 131_072  # of one value; Linux hands no longer word to a command
 _RANGE = re.compile(r'(-?\d+)\.\.(-?\d+)')
 _REFERENCE = re.compile(r'([A-Za-z_]\w*|\d+)(?:\[(.*?)\])?(.*)', re.DOTALL)
 
@@ -29,6 +30,7 @@ class Expander:
         self.capture = capture
         self._not_run: set[str] = set()
         self.unknown = False
+        self.overlong = False  # a value was longer than any command could take
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -42,6 +44,7 @@ class Expander:
         return self.variables.get(name, self.exported.get(name))
 
     def assign(self, name: str, value: str) -> None:
+        self.overlong = self.overlong or len(value) > MOST_CHARACTERS
         self.variables[name] = value
         if name in self.exported:
             self.exported[name] = value

@@ -148,6 +148,12 @@ def test_a_megatron_command_keeps_its_folder_its_projects_and_the_loss_of_its_tu
     )
 
 
+def test_a_value_that_doubles_without_end_ends_the_reading():
+    script = scripts.read_script('A=xy\nf() { A="$A$A"; swift rlhf --words "$A"; f; f; }\nf\nswift rlhf', {})
+    assert script.notes == ['A value grows beyond 131,072 characters, more than a command can be given; what follows is left out.']
+    assert [len(call.argv[1]) for call in script.found] == [2**n for n in range(2, 18)]
+
+
 def test_a_yaml_file_gets_one_line_more(tmp_path):
     path = tmp_path / 'run.yaml'
     path.write_text('# note\nrlhf_type: grpo\nmodel: m  # here\n', encoding='utf-8')
