@@ -184,6 +184,13 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
         if self.loss_type == 'real':  # arXiv 2602.05630: rewards are not normalized
             self.scale_rewards = 'none'
 
+    def get_dataset_kwargs(self) -> dict[str, Any]:
+        """What data sets are loaded with. One process is this one: for num_proc 1 `datasets` starts a manager and a pool of one, on every rank."""
+        kwargs = super().get_dataset_kwargs()
+        if kwargs['num_proc'] == 1:
+            kwargs['num_proc'] = None
+        return kwargs
+
     @staticmethod
     def validate_batch_dp_alignment(generation_batch_size: int, num_generations: int, dp_size: int, micro_batch_size: int,
                                     world_size: int) -> None:

@@ -20,6 +20,7 @@ SIGNATURES = {
     ('swift.pipelines.base', 'SwiftPipeline._parse_args'): 'self, args=None',
     ('swift.utils.utils', 'import_external_file'): 'file_path',
     ('swift.arguments.base_args.base_args', 'BaseArguments._import_external_plugins'): 'self',
+    ('swift.arguments.base_args.data_args', 'DataArguments.get_dataset_kwargs'): 'self',
     ('swift.trainers.trainer_factory', 'TrainerFactory.get_cls'): 'args, mapping',
     ('swift.megatron.pipelines.train.rlhf', 'MegatronRLHF.prepare_trainer'): 'self',
     ('swift.megatron.pipelines.train.sft', 'MegatronSft.run'): 'self',

@@ -2,6 +2,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,29 @@ def test_a_run_that_one_rank_is_asked_to_stop_saves_on_all_ranks_and_can_be_gone
     assert (state['iteration'], state['generation'], state['updates_in_generation']) == (3, 1, 1)  # inside the second generation
     resumed, _ = run('after-a-stop', world_size=2, **{**changes, 'save_strategy': 'no', 'train_iters': 4}, resume_from_checkpoint=checkpoint)
     assert len(resumed.logs) == 1
+
+
+def pools_started_for_data(argv: list[str]) -> list[int]:
+    import multiprocess
+    from accelerate import PartialState
+    PartialState(cpu=True)
+    from swift_megatron_grpo.pipeline import MegatronGRPO
+    pool, sizes = multiprocess.Pool, []
+
+    def counted(size: int) -> Any:
+        sizes.append(size)
+        return pool(size)
+
+    with mock.patch.object(multiprocess, 'Pool', counted):
+        MegatronGRPO(argv)._prepare_dataset()
+    return sizes
+
+
+@pytest.mark.parametrize('num_proc, pools', [(1, []), (2, [2, 2])])
+def test_data_are_prepared_in_the_rank_itself_unless_several_processes_are_asked_for(ranks: Any, tiny_model: Any, tmp_path: Path, num_proc: int,
+                                                                                    pools: list[int]) -> None:
+    argv = arguments(tmp_path, tiny_model('qwen3'), dataset_num_proc=num_proc)
+    assert ranks.run(pools_started_for_data, argv, world_size=1) == [pools]  # twice: the solution is set aside first
 
 
 def train_and_list_children(argv: list[str]) -> list[str]:
