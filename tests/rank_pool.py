@@ -1,7 +1,8 @@
 """Ranks for tests: a few worker processes that are started once and run many cases, in worlds of different sizes.
 
-A worker activates the CPU platform and imports megatron once (about ten seconds on two cores); a case then costs what it computes. A case
-is a function of a test module; every rank calls it with the same arguments inside a fresh gloo process group:
+A worker is a fork of one process that has activated the CPU platform and imported what a run imports (fifteen seconds, once a session; it has no
+thread, no process group and no engine). So a new worker costs milliseconds, and a case what it computes. A case is a function of a test module;
+every rank calls it with the same arguments inside a fresh gloo process group:
 
     def summed(factor):
         x = torch.full((1,), float(dist.get_rank() + 1)); dist.all_reduce(x)
@@ -13,11 +14,14 @@ is a function of a test module; every rank calls it with the same arguments insi
 An exception on a rank is raised again in the test, with that rank's traceback and the last lines it printed. A rank that does not answer
 within the deadline is killed by its process id and replaced. No process and no file outlives the pool.
 """
+import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
@@ -31,12 +35,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 10.  # for the other ranks of a case after one has failed: gloo tells them by then that a peer is gone
 START_SECONDS = 180.
 TAIL_LINES = 15
+# Most cases need the first, and several pools the second. Imports alone: no thread that a fork would lose, no state of a run.
+PRELOADED = ['swift_megatron_grpo.pipeline', *(['swift.infer_engine.grpo_vllm_engine'] if importlib.util.find_spec('vllm') else [])]
 
 
 class RankFailure(RuntimeError):
@@ -80,21 +86,105 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+class _ForkServer:
+    """The process that workers are forks of, seen from the test's side; one for each process that has pools. It ends with that process."""
+
+    _of_process: dict[int, '_ForkServer'] = {}
+
+    @classmethod
+    def get(cls) -> '_ForkServer':
+        """The one of this process. Started where there is none, or where it has died."""
+        server = cls._of_process.get(os.getpid())
+        if server is None or server.process.poll() is not None:
+            server = cls._of_process[os.getpid()] = cls()
+            atexit.register(server.close)
+        return server
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile(prefix='rank-pool-')  # noqa: SIM115
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, '-u', '-m', 'tests.rank_pool', str(theirs.fileno()), str(os.getpid()), *PRELOADED],
+                stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),), cwd=REPOSITORY, env=_environment(), start_new_session=True)
+        self.channel = connection.Connection(os.dup(self.socket.fileno()))
+        answer: Answer | None = None
+        if self.channel.poll(START_SECONDS):
+            with contextlib.suppress(EOFError):
+                answer = pickle.loads(self.channel.recv_bytes())
+        if answer is None or answer.error is not None:
+            text = answer.trace if answer is not None else self.tail()
+            self.close()
+            raise RankFailure(f'the process that ranks are forks of did not start:\n{text}')
+
+    def tail(self) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        return '\n'.join(os.pread(self.log.fileno(), 20_000, max(0, size - 20_000)).decode(errors='replace').splitlines()[-TAIL_LINES:])
+
+    def fork(self, directory: Path, ask: int, tell: int, log: int) -> int:
+        """A worker's process id. It reads cases from `ask`, writes answers to `tell`, prints to `log`, and leads a session of its own."""
+        self.channel.send_bytes(pickle.dumps(('fork', str(directory), _environment())))
+        socket.send_fds(self.socket, [b'-'], [ask, tell, log])
+        return pickle.loads(self.channel.recv_bytes())
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a worker (-signal where a signal ended it); waits for its end."""
+        self.channel.send_bytes(pickle.dumps(('reap', pid)))
+        return pickle.loads(self.channel.recv_bytes())
+
+    def close(self) -> None:
+        """It ends when its channel does; its workers end with it or before."""
+        self.channel.close()
+        self.socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.)
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables as they are now, with what each worker needs."""
+    return dict(os.environ, OMP_NUM_THREADS='1', GLOO_SOCKET_IFNAME='lo', HF_HUB_OFFLINE='1', USE_HF='1', MODELSCOPE_OFFLINE='1',
+                PYTHONPATH=os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])]))
+
+
+class _Process:
+    """A process that is the fork server's child: what subprocess.Popen is for one's own."""
+
+    def __init__(self, server: _ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._end = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.)
+        return None
+
+    def wait(self, seconds: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired where the process goes on for longer than `seconds`."""
+        if self.returncode is None:
+            if not select.select([self._end], [], [], seconds)[0]:
+                raise subprocess.TimeoutExpired(f'rank {self.pid}', seconds or 0.)
+            os.close(self._end)
+            self.returncode = self._server.reap(self.pid)
+        return self.returncode
+
+
 class _Worker:
     """One process, seen from the test's side."""
 
     def __init__(self, index: int, directory: Path) -> None:
         self.index = index
         self.log = directory / f'rank{index}-{time.monotonic_ns()}.log'
+        server = _ForkServer.get()
         ask_out, ask_in = os.pipe()
         tell_out, tell_in = os.pipe()
-        environment = dict(os.environ, OMP_NUM_THREADS='1', GLOO_SOCKET_IFNAME='lo', HF_HUB_OFFLINE='1', USE_HF='1', MODELSCOPE_OFFLINE='1',
-                           PYTHONPATH=os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])]))
         with open(self.log, 'wb') as log:
-            self.process = subprocess.Popen(
-                [sys.executable, '-u', '-m', 'tests.rank_pool', str(ask_out), str(tell_in), str(directory)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                pass_fds=(ask_out, tell_in), cwd=REPOSITORY, env=environment, start_new_session=True)
+            self.process = _Process(server, server.fork(directory, ask_out, tell_in, log.fileno()))
         os.close(ask_out)
         os.close(tell_in)
         self.ask = connection.Connection(ask_in, readable=False)
@@ -230,20 +320,17 @@ class RankPool:
 # ---------------------------------------------------------------- the worker's side
 
 
-def _end_with_parent(parent: int, directory: str) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.)
+def _end_with_owner(owner: int, directory: str) -> None:
+    """`owner` becomes readable when the test's process is gone."""
+    select.select([owner], [], [])
     shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _remove_if_orphan(parent: int, directory: str) -> None:
+def _remove_if_orphan(owner: int, directory: str) -> None:
     """The pipe is closed: by a pool that is closing, or because its process is gone, which shows a moment later."""
-    for _ in range(10):
-        if os.getppid() != parent:
-            shutil.rmtree(directory, ignore_errors=True)
-            return
-        time.sleep(0.02)
+    if select.select([owner], [], [], 0.2)[0]:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _resolve(name: str) -> Callable[..., Any]:
@@ -299,9 +386,6 @@ def _clean() -> None:
         # mcore-bridge keeps the first process group that it made, for good: a second world in one process would talk in it.
         bridge = sys.modules['mcore_bridge.bridge.gpt_bridge']
         bridge.EP_PP_GROUP = bridge.EP_PP_RANK = bridge.EP_PP_SIZE = None
-    if 'mcore_bridge.bridge.gpt_bridge' in sys.modules:
-        from mcore_bridge.bridge import gpt_bridge
-        gpt_bridge.EP_PP_GROUP = gpt_bridge.EP_PP_RANK = gpt_bridge.EP_PP_SIZE = None  # of the case before
     if 'accelerate.state' in sys.modules:
         from accelerate.state import AcceleratorState, PartialState
         AcceleratorState._reset_state()
@@ -325,28 +409,76 @@ def _run(case: Case) -> Answer:
         return Answer(value=None, error=pickled, text=f'{type(error).__name__}: {error}', trace=trace)
 
 
-def _warm_up() -> Answer:
+def _warm_up(preloaded: list[str]) -> Answer:
     try:
         import torch
 
         from swift_megatron_grpo import cpu
         cpu.activate()
         torch.set_num_threads(1)
+        for module in preloaded:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # a case's collections need not walk what is here for good, nor write into pages that the ranks share
         return Answer(value=b'', error=None, text='', trace='')
     except BaseException:
         return Answer(value=None, error=b'', text='', trace=traceback.format_exc())
 
 
-def _work(ask: connection.Connection, tell: connection.Connection, directory: str) -> None:
+def _serve(channel: connection.Connection, owner_pid: int, preloaded: list[str]) -> NoReturn:
+    """The fork server: answers one request after the other, until the test's process closes the channel or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
-    threading.Thread(target=_end_with_parent, args=(parent, directory), daemon=True).start()
-    tell.send_bytes(pickle.dumps(_warm_up()))
+    owner = os.pidfd_open(owner_pid)
+    given = set(os.environ)
+    channel.send_bytes(pickle.dumps(_warm_up(preloaded)))
+    while True:
+        try:
+            what, *rest = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        if what == 'reap':
+            channel.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(rest[0], 0)[1])))
+            continue
+        directory, environment = rest
+        with socket.socket(fileno=os.dup(channel.fileno())) as end:
+            _, descriptors, _, _ = socket.recv_fds(end, 1, 3)
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            for name in given - environment.keys():
+                os.environ.pop(name, None)
+            os.environ.update(environment)
+            _become_worker(*descriptors, owner, directory)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send_bytes(pickle.dumps(pid))
+
+
+def _become_worker(ask: int, tell: int, log: int, owner: int, directory: str) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        _work(connection.Connection(ask, writable=False), connection.Connection(tell, readable=False), owner, directory)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _work(ask: connection.Connection, tell: connection.Connection, owner: int, directory: str) -> None:
+    threading.Thread(target=_end_with_owner, args=(owner, directory), daemon=True).start()
+    tell.send_bytes(pickle.dumps(Answer(value=b'', error=None, text='', trace='')))
     while True:
         try:
             case = pickle.loads(ask.recv_bytes())
         except EOFError:
-            _remove_if_orphan(parent, directory)
+            _remove_if_orphan(owner, directory)
             return
         answer = _run(case)
         # The answer goes out before the clean-up, which waits for nobody; peers of a failed rank learn of it by the closed connections.
@@ -361,5 +493,4 @@ def _work(ask: connection.Connection, tell: connection.Connection, directory: st
 if __name__ == '__main__':
     # The classes that are pickled must carry the name under which the test knows this module.
     from tests import rank_pool
-    rank_pool._work(connection.Connection(int(sys.argv[1]), writable=False), connection.Connection(int(sys.argv[2]), readable=False),
-                    sys.argv[3])
+    rank_pool._serve(connection.Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])

@@ -82,10 +82,11 @@ def test_a_hung_or_dead_rank_is_replaced_within_the_deadline():
 ABANDON = """
 import os, signal
 from tests.platform.test_rank_pool import identity
-from tests.rank_pool import RankPool
-pool = RankPool(max_world=1)
+from tests import rank_pool
+rank_pool.PRELOADED = []
+pool = rank_pool.RankPool(max_world=1)
 (pid, _), = pool.run(identity, world_size=1)
-print(pid, pool._directory, flush=True)
+print(pid, rank_pool._ForkServer.get().process.pid, pool._directory, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -94,12 +95,12 @@ def test_nothing_is_left_when_the_test_process_is_killed():
     done = subprocess.run([sys.executable, '-c', ABANDON], capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY,
                           env=dict(os.environ, PYTHONPATH=str(REPOSITORY)))
     assert done.returncode == -9, done.stderr
-    pid, directory = done.stdout.split()
+    pid, server, directory = done.stdout.split()
+    left = [Path(directory), Path(f'/proc/{pid}'), Path(f'/proc/{server}')]
     end = time.monotonic() + 20
-    while time.monotonic() < end and (Path(directory).exists() or Path(f'/proc/{pid}').exists()):
-        time.sleep(0.2)
-    assert not Path(directory).exists()
-    assert not Path(f'/proc/{pid}').exists()
+    while time.monotonic() < end and any(path.exists() for path in left):
+        time.sleep(0.05)
+    assert not any(path.exists() for path in left)
 
 
 def test_a_case_that_ranks_cannot_import_is_refused_at_once(ranks):
