@@ -124,9 +124,12 @@ class _ForkServer:
 
     def fork(self, directory: Path, ask: int, tell: int, log: int) -> int:
         """A worker's process id. It reads cases from `ask`, writes answers to `tell`, prints to `log`, and leads a session of its own."""
-        self.channel.send_bytes(pickle.dumps(('fork', str(directory), _environment())))
-        socket.send_fds(self.socket, [b'-'], [ask, tell, log])
-        return pickle.loads(self.channel.recv_bytes())
+        try:
+            self.channel.send_bytes(pickle.dumps(('fork', str(directory), _environment())))
+            socket.send_fds(self.socket, [b'-'], [ask, tell, log])
+            return pickle.loads(self.channel.recv_bytes())
+        except (OSError, EOFError):
+            raise RankFailure(f'the process that ranks are forks of has died; it printed last:\n{self.tail()}') from None
 
     def reap(self, pid: int) -> int:
         """The exit code of a worker (-signal where a signal ended it); waits for its end."""
@@ -170,7 +173,9 @@ class _Process:
             if not select.select([self._end], [], [], seconds)[0]:
                 raise subprocess.TimeoutExpired(f'rank {self.pid}', seconds or 0.)
             os.close(self._end)
-            self.returncode = self._server.reap(self.pid)
+            self.returncode = -signal.SIGKILL
+            with contextlib.suppress(OSError, EOFError):  # where the fork server was killed, nobody knows the code
+                self.returncode = self._server.reap(self.pid)
         return self.returncode
 
 
