@@ -6,11 +6,14 @@ PEFT adapter (what transformers and vLLM read), args.json, and trainer_state.jso
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import shutil
 import torch
 import torch.distributed as dist
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file, save_file
@@ -79,15 +82,15 @@ def save(trainer: Any, progress: Progress) -> str:
     trainer.copy_path(os.path.join(args.output_dir, 'args.json'), os.path.join(staging, 'args.json'))
     gc_collect()
     weights_only = args.save_safetensors and args.no_save_optim
-    save_mcore_checkpoint(
-        args,
-        [] if weights_only else trainer.wrapped_models,
-        trainer.optimizer,
-        trainer.opt_param_scheduler,
-        iteration=state.iteration,
-        peft_format=args.tuner_type == 'lora',
-        output_dir=staging)
-    end_writer()
+    with _results_kept_here():
+        save_mcore_checkpoint(
+            args,
+            [] if weights_only else trainer.wrapped_models,
+            trainer.optimizer,
+            trainer.opt_param_scheduler,
+            iteration=state.iteration,
+            peft_format=args.tuner_type == 'lora',
+            output_dir=staging)
     is_merged = args.tuner_type != 'full' and args.merge_lora and args.save_safetensors
     if args.save_safetensors:
         if args.tuner_type != 'lora_llm':
@@ -145,10 +148,18 @@ def make_best_the_last(trainer: Any) -> None:
     state.last_model_checkpoint = state.best_model_checkpoint
 
 
-def end_writer() -> None:
-    """Megatron starts a helper process with the first checkpoint and keeps it; it would outlive a rank that is ended hard."""
-    filesystem_async._results_queue = None  # the helper ends with the last reference to its queue
-    gc_collect()
+@contextlib.contextmanager
+def _results_kept_here() -> Iterator[None]:
+    """What Megatron's writer has written is told through a queue of this process.
+
+    Megatron asks a helper process for the queue, which an asynchronous save needs: seconds for its imports, and it would outlive a rank that is
+    ended hard. A save of this package (no --async_save) writes, and reads the queue, in the rank itself.
+    """
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None
 
 
 def let_sgd_be_loaded(optimizer: Any) -> None:

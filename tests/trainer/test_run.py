@@ -90,16 +90,20 @@ def test_data_are_prepared_in_the_rank_itself_unless_several_processes_are_asked
     assert ranks.run(pools_started_for_data, argv, world_size=1) == [pools]  # twice: the solution is set aside first
 
 
-def train_and_list_children(argv: list[str]) -> list[str]:
+def train_and_watch_helpers(argv: list[str]) -> tuple[int, list[str]]:
+    """How many helper processes were started with a fresh interpreter, and which processes are left."""
+    import multiprocessing.managers as managers
     import psutil
-    train(argv)
-    return [' '.join(child.cmdline()) for child in psutil.Process().children(recursive=True) if 'resource_tracker' not in ' '.join(child.cmdline())]
+    with mock.patch.object(managers.BaseManager, 'start', autospec=True, side_effect=managers.BaseManager.start) as start:
+        train(argv)
+    left = [' '.join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    return start.call_count, [line for line in left if 'resource_tracker' not in line]
 
 
-def test_no_helper_process_is_left_after_a_checkpoint(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_starts_no_helper_process_and_leaves_none(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
     # one that is left would outlive a rank that is killed
     argv = arguments(tmp_path, tiny_model('qwen3'), train_iters=1, save_strategy='steps', save_steps=1, max_completion_length=4)
-    assert ranks.run(train_and_list_children, argv, world_size=1, deadline=300.) == [[]]
+    assert ranks.run(train_and_watch_helpers, argv, world_size=1, deadline=300.) == [(0, [])]
     assert (tmp_path / 'out' / 'checkpoint-1').is_dir()
 
 
