@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 ENGINE ?= vllm
 SEED ?= 0
 PYTEST_ARGS ?=
+# Test files that run at once; PYTEST_ARGS='-n 0' is one after the other in one process (for --pdb).
+JOBS ?= 2
 
 # One thread a rank: two ranks on two cores otherwise take turns. Nothing here talks to a model hub.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo 'make demo        learn two-digit sums with GRPO on two CPU processes (ENGINE=vllm|transformers, SEED=0)'
-	@echo 'make test        the whole test suite'
+	@echo 'make test        the whole test suite (JOBS=2 files at once; PYTEST_ARGS="-k name" for a part)'
 	@echo 'make test-quick  light tests, a few minutes'
 	@echo 'make test-webui  swift web-ui in a real browser (needs chromium)'
 	@echo 'make test-server only the tests of rollout servers'
@@ -34,10 +36,10 @@ demo: env
 	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m examples.demo --engine $(ENGINE) --seed $(SEED)
 
 test: env
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	$(PY) -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-quick: env
-	$(PY) -m pytest tests -m 'not slow and not heavy' $(PYTEST_ARGS)
+	$(PY) -m pytest tests -m 'not slow and not heavy' -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-server: env
 	$(PY) -m pytest tests/rollouts/test_rollout_server.py tests/rollouts/test_server_*.py $(PYTEST_ARGS)

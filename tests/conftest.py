@@ -8,11 +8,17 @@ import pytest
 from tests.rank_pool import RankPool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts ranks is heavy; one layout of each kind, marked `quick`, stays in make test-quick."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What starts ranks is heavy; one layout of each kind, marked `quick`, stays in make test-quick.
+
+    Where several processes share the files, those with heavy or slow tests come first: the short ones fill what is left at the end.
+    """
     for item in items:
         if 'ranks' in getattr(item, 'fixturenames', ()) and item.get_closest_marker('quick') is None:
             item.add_marker(pytest.mark.heavy)
+    if hasattr(config, 'workerinput'):  # of pytest-xdist
+        long = {item.path for item in items if item.get_closest_marker('heavy') or item.get_closest_marker('slow')}
+        items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope='session')
