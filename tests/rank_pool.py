@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 10.  # for the other ranks of a case after one has failed: gloo tells them by then that a peer is gone
-START_SECONDS = 180.
+START_SECONDS = 480.  # imports of twenty seconds, on a machine that does much else
 TAIL_LINES = 15
 # Most cases need the first, and several pools the second. Imports alone: no thread that a fork would lose, no state of a run.
 PRELOADED = ['swift_megatron_grpo.pipeline', *(['swift.infer_engine.grpo_vllm_engine'] if importlib.util.find_spec('vllm') else [])]
@@ -122,11 +122,15 @@ class _ForkServer:
         size = os.fstat(self.log.fileno()).st_size
         return '\n'.join(os.pread(self.log.fileno(), 20_000, max(0, size - 20_000)).decode(errors='replace').splitlines()[-TAIL_LINES:])
 
-    def fork(self, directory: Path, ask: int, tell: int, log: int) -> int:
-        """A worker's process id. It reads cases from `ask`, writes answers to `tell`, prints to `log`, and leads a session of its own."""
+    def fork(self, what: str, told: Any, descriptors: list[int]) -> int:
+        """The process id of a new process, which leads a session of its own.
+
+        'work', the pool's directory, [ask, tell, log]: a worker, which reads cases from `ask`, writes answers to `tell` and prints to `log`.
+        'command', the words after the program's name, [output, errors]: what hooks/worker.py does with them.
+        """
         try:
-            self.channel.send_bytes(pickle.dumps(('fork', str(directory), _environment())))
-            socket.send_fds(self.socket, [b'-'], [ask, tell, log])
+            self.channel.send_bytes(pickle.dumps((what, told, _environment())))
+            socket.send_fds(self.socket, [b'-'], descriptors)
             return pickle.loads(self.channel.recv_bytes())
         except (OSError, EOFError):
             raise RankFailure(f'the process that ranks are forks of has died; it printed last:\n{self.tail()}') from None
@@ -189,7 +193,7 @@ class _Worker:
         ask_out, ask_in = os.pipe()
         tell_out, tell_in = os.pipe()
         with open(self.log, 'wb') as log:
-            self.process = _Process(server, server.fork(directory, ask_out, tell_in, log.fileno()))
+            self.process = _Process(server, server.fork('work', str(directory), [ask_out, tell_in, log.fileno()]))
         os.close(ask_out)
         os.close(tell_in)
         self.ask = connection.Connection(ask_in, readable=False)
@@ -322,6 +326,27 @@ class RankPool:
         raise error
 
 
+def run_worker(argv: list[str], seconds: float = 300.) -> subprocess.CompletedProcess[str]:
+    """What `python swift_megatron_grpo/hooks/worker.py ARGV` does, as one rank, in a fork that need not import anything.
+
+    For what a run says and how it ends; tests of the command itself start a real one.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        server = _ForkServer.get()
+        process = _Process(server, server.fork('command', argv, [output.fileno(), errors.fileno()]))
+        try:
+            code = process.wait(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors='replace'))
+    return subprocess.CompletedProcess(argv, code, *texts)
+
+
 # ---------------------------------------------------------------- the worker's side
 
 
@@ -444,7 +469,7 @@ def _serve(channel: connection.Connection, owner_pid: int, preloaded: list[str])
         if what == 'reap':
             channel.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(rest[0], 0)[1])))
             continue
-        directory, environment = rest
+        told, environment = rest
         with socket.socket(fileno=os.dup(channel.fileno())) as end:
             _, descriptors, _, _ = socket.recv_fds(end, 1, 3)
         pid = os.fork()
@@ -453,20 +478,25 @@ def _serve(channel: connection.Connection, owner_pid: int, preloaded: list[str])
             for name in given - environment.keys():
                 os.environ.pop(name, None)
             os.environ.update(environment)
-            _become_worker(*descriptors, owner, directory)
+            _become(what, told, descriptors, owner)
         for descriptor in descriptors:
             os.close(descriptor)
         channel.send_bytes(pickle.dumps(pid))
 
 
-def _become_worker(ask: int, tell: int, log: int, owner: int, directory: str) -> NoReturn:
+def _become(what: str, told: Any, descriptors: list[int], owner: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        _work(connection.Connection(ask, writable=False), connection.Connection(tell, readable=False), owner, directory)
+        *pipes, output, errors = descriptors if what == 'command' else [*descriptors, descriptors[-1]]
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        if what == 'command':
+            from swift_megatron_grpo.hooks import worker
+            sys.argv = [worker.__file__, *told]
+            worker.main()
+        else:
+            _work(connection.Connection(pipes[0], writable=False), connection.Connection(pipes[1], readable=False), owner, told)
         code = 0
     except BaseException:
         traceback.print_exc()

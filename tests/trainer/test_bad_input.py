@@ -1,4 +1,5 @@
-"""Bad input ends with one clear error, exit code not 0, soon, and leaves no half-written checkpoint. Real processes, as a user starts them."""
+"""Bad input ends with one clear error, exit code not 0, soon, and leaves no half-written checkpoint. Whole processes: two ranks as a user starts
+them, and single ranks that are forks."""
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_pool import REPOSITORY
+from tests.rank_pool import REPOSITORY, run_worker
 from tests.step.training import arguments
 
 pytestmark = pytest.mark.heavy
@@ -33,14 +34,11 @@ orms['short'] = Short
 '''
 
 
-def launch(argv: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(processes)]
+def launch(argv: list[str], processes: int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'USE_HF': '1',
                    'MODELSCOPE_OFFLINE': '1'}
-    return subprocess.run([*launcher, str(REPOSITORY / 'swift_megatron_grpo/hooks/worker.py'), *argv], env=environment, text=True,
-                          capture_output=True, timeout=300)
+    return subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(processes),
+                           str(REPOSITORY / 'swift_megatron_grpo/hooks/worker.py'), *argv], env=environment, text=True, capture_output=True, timeout=300)
 
 
 def test_a_reward_function_that_raises_stops_both_ranks_with_its_name(tiny_model: Any, tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def test_a_reward_function_that_raises_stops_both_ranks_with_its_name(tiny_model
 def test_a_reward_function_that_returns_too_few_values_is_named_with_both_counts(tiny_model: Any, tmp_path: Path) -> None:
     plugin = tmp_path / 'short_reward.py'
     plugin.write_text(RAISING)
-    done = launch(arguments(tmp_path, tiny_model('qwen3'), external_plugins=plugin, reward_funcs='short'))
+    done = run_worker(arguments(tmp_path, tiny_model('qwen3'), external_plugins=plugin, reward_funcs='short'))
     assert done.returncode == 1
     assert 'reward function Short returned 1 values for 8 rollouts' in done.stderr
 
@@ -69,7 +67,7 @@ def test_a_reward_function_that_returns_too_few_values_is_named_with_both_counts
 ])
 def test_what_cannot_work_is_refused_before_a_model_is_built(tiny_model: Any, tmp_path: Path, changes: dict[str, Any],
                                                              words: tuple[str, ...]) -> None:
-    done = launch(arguments(tmp_path, tiny_model('qwen3'), **changes))
+    done = run_worker(arguments(tmp_path, tiny_model('qwen3'), **changes))
     assert done.returncode == 2
     assert all(word in done.stderr for word in words), done.stderr[-2000:]
     assert 'Traceback' not in done.stderr
