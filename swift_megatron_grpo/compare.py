@@ -74,6 +74,10 @@ def report(runs: Sequence[str], tolerance: float) -> tuple[str, bool]:
     alone = sorted(a.keys() ^ b.keys())
     if alone:
         lines.append(f'steps of one run alone, left out: {", ".join(map(str, alone))}')
+    for run, steps in zip(runs, (a, b)):
+        skipped = [step for step in sorted(steps) if 'grad_norm' not in steps[step]]
+        if skipped:
+            lines.append(f'{run} made no update in step {", ".join(map(str, skipped))}: no gradient norm was logged')
     one_sided = sorted({metric for step in a.keys() & b.keys() for metric in a[step].keys() ^ b[step].keys()})
     if one_sided:
         lines.append(f'metrics of one run alone, left out: {", ".join(one_sided)}')

@@ -114,7 +114,7 @@ class MegatronGRPOArguments(MegatronRLHFArguments):
             self.ddp_backend = 'gloo'
             self.cross_entropy_loss_fusion = False
             self.vit_attn_impl = self.vit_attn_impl or 'sdpa'
-            if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and self.bf16 is None:
+            if str(self.torch_dtype) in ('float32', 'torch.float32') and self.fp16 is None and not self.bf16:
                 # ms-swift makes fp16 mixed precision of this, which needs an accelerator.
                 self.fp16 = self.bf16 = False
         if self.optimizer == 'sgd':

@@ -39,6 +39,8 @@ def test_what_one_run_alone_has_is_said(tmp_path: Path, capsys: Any) -> None:
     a, b = run_of(tmp_path / 'a', row(1), row(2), row(3)), run_of(tmp_path / 'b', row(2, entropy=1.0), row(3))
     assert main(['compare', a, b]) == 0
     out = capsys.readouterr().out
+    c = run_of(tmp_path / 'c', row(2), row(3, grad_norm=None))
+    assert main(['compare', a, c]) == 0 and f'{c} made no update in step 3' in capsys.readouterr().out
     assert 'steps of one run alone, left out: 1' in out and 'metrics of one run alone, left out: entropy' in out
 
 
