@@ -32,8 +32,7 @@ class Outcome:
     logits: list[torch.Tensor]
     exported: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
-    norm_plain: float
-    norm_distributed: float
+    norms: list[float]  # with each optimizer that ran
     updated: dict[str, torch.Tensor]
 
 
@@ -72,7 +71,7 @@ def reference(folder: Path, packed: bool) -> Outcome:
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     torch.optim.AdamW(model.parameters(), **ADAM).step()
-    return Outcome(loss=total, logits=logits, exported=before, gradients=by_checkpoint_name(model, gradients), norm_plain=norm, norm_distributed=norm,
+    return Outcome(loss=total, logits=logits, exported=before, gradients=by_checkpoint_name(model, gradients), norms=[norm],
                    updated=by_checkpoint_name(model, dict(_state(model))))
 
 
@@ -226,8 +225,9 @@ def _exported_gradients(config: Any, models: list[torch.nn.Module]) -> dict[str,
             parameter.data = data
 
 
-def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **options: Any) -> Outcome | None:
-    """A whole training step on this rank, twice: with the plain and with the distributed optimizer. Rank 0 returns the outcome."""
+def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, optimizers: tuple[bool, ...] = (False, True),
+             **options: Any) -> Outcome | None:
+    """A whole training step on this rank, with each of `optimizers` (True: the distributed one). Rank 0 returns the outcome."""
     import torch.distributed as dist
     layout = Layout(**layout_fields)
     initialize(layout)
@@ -240,8 +240,8 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
     exported = _export(config, models)
     norms, losses = {}, {}
     gradients: dict[str, torch.Tensor] = {}
-    for distributed in (False, True):
-        if distributed:
+    for distributed in optimizers:
+        if norms:
             config, models = build_models(folder, layout, **options)
         wrapped, optimizer = _wrapped(config, models, distributed)
         for chunk in wrapped:
@@ -253,7 +253,7 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
             gradients = _exported_gradients(config, models)
         _, norms[distributed], _ = optimizer.step()
     everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (losses[True], logits))
+    dist.all_gather_object(everything, (losses[optimizers[-1]], logits))
     updated = _export(config, models)
     if dist.get_rank() != 0:
         return None
@@ -263,7 +263,7 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
     tokens = NUM_MICRO_BATCHES * step.rows * step.length
     loss = sum(part for part, _ in everything) / tokens / layout.tp
     return Outcome(loss=loss, logits=[whole[index] for index in range(NUM_MICRO_BATCHES)], exported=exported, gradients=gradients,
-                   norm_plain=float(norms[False]), norm_distributed=float(norms[True]), updated=updated)
+                   norms=[float(norm) for norm in norms.values()], updated=updated)
 
 
 def fields(layout: Layout) -> dict[str, Any]:
