@@ -1,7 +1,7 @@
 """What a family's attention and experts cannot be divided into (import tier 0). Each check gives complete messages.
 
-The limits are those of Transformer Engine (2.9), Megatron-Core (0.16) and mcore-bridge (1.6), which show them while the model is built or at the first
-forward pass; docs/models.md lists them.
+The limits are those of Transformer Engine (2.9) and Megatron-Core (0.16), which show them while the model is built or at the first forward pass;
+docs/models.md lists them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ def family_limits(t: Translation, text: Mapping[str, Any]) -> None:
         _sinks(t)
     if text.get('kv_lora_rank'):
         _latent_attention(t)
-    if any(text.get(key) for key in ('num_experts', 'n_routed_experts', 'num_local_experts')):
-        _expert_adapters(t)
 
 
 def _sinks(t: Translation) -> None:
@@ -42,10 +40,3 @@ def _latent_attention(t: Translation) -> None:
     if cp > 1 and exchange in ('a2a', 'all_gather'):
         t.errors.append(f'--cp_comm_type {exchange} does not go with the latent attention of {t.effective("model")}, whose keys and values differ in '
                         'width: Transformer Engine divides it over context-parallel ranks with p2p only. Leave --cp_comm_type out.')
-
-
-def _expert_adapters(t: Translation) -> None:
-    etp, targets = t.effective('expert_tensor_parallel_size'), t.effective('target_modules') or ['all-linear']
-    if etp > 1 and t.effective('tuner_type') != 'full' and {'all-linear', 'linear_fc1', 'linear_fc2'} & set(targets):
-        t.errors.append(f'--expert_tensor_parallel_size {etp} does not go with adapters on the experts of {t.effective("model")}: mcore-bridge has none that '
-                        'are split. Use --expert_model_parallel_size, or name other --target_modules (linear_qkv linear_proj).')

@@ -22,7 +22,6 @@ def errors(workplace, config, text):
     (SINKS, '--context_parallel_size 2', '--cp_comm_type a2a: .* with p2p'),
     (SINKS, '--context_parallel_size 2 --cp_comm_type all_gather', '--cp_comm_type a2a: .* with all_gather'),
     (SINKS, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type full', 'experts with biases'),
-    (LATENT, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type lora', 'adapters on the experts of tiny'),
     (LATENT, '--context_parallel_size 2 --cp_comm_type a2a', 'latent attention of tiny.* p2p only'),
     (LATENT, '--context_parallel_size 2 --cp_comm_type all_gather', 'latent attention of tiny.* p2p only'),
 ])
@@ -39,7 +38,6 @@ def test_refused_by_name(workplace, config, text, words):
     (LATENT, '--context_parallel_size 2'),
     (LATENT, '--context_parallel_size 2 --cp_comm_type p2p'),
     (LATENT, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type full'),
-    (LATENT, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type lora --target_modules linear_proj'),
     (TINY, '--context_parallel_size 2 --cp_comm_type all_gather'),
 ])
 def test_what_goes_stands(workplace, config, text):
