@@ -182,3 +182,27 @@ def _gate_and_up() -> None:
 def _type_of_cp_comm_type() -> None:
     from swift.megatron.arguments.megatron_args import MegatronArguments
     MegatronArguments.__annotations__['cp_comm_type'] = str | None
+
+
+@PATCHES.patch(Passport(
+    name='adapters-of-layers-that-every-rank-holds-whole',
+    target='mcore_bridge.tuners.lora:_is_replicated_base',
+    breaks="LoRA with tensor parallelism on the latent projections of DeepSeek-V3's attention (q_a_proj, kv_a_proj_with_mqa): with sequence parallelism "
+           'lora_B gets the gradient of one rank\'s share of the tokens, the copies drift apart, and the gradient norm is wrong',
+    reference='mcore_bridge/tuners/lora.py, _is_replicated_base (mcore-bridge 1.6.5): it looks for weight.tensor_model_parallel == False; Transformer '
+              "Engine's Linear sets it to True on every weight, and TELinear of megatron-core 0.16 leaves it so for parallel_mode 'duplicated'",
+    versions='mcore-bridge>=1.6,<1.7, megatron-core<0.17',
+    remove_when='tests/platform/test_expert_adapters.py passes without it',
+))
+def _replicated_base() -> None:
+    from mcore_bridge.tuners import lora
+    upstream = lora._is_replicated_base
+
+    def is_replicated_base(base_layer: Any) -> bool:
+        if upstream(base_layer):
+            return True
+        # Column- and row-parallel layers have classes of their own, which say None too where shared experts overlap communication.
+        split = (lora.TEColumnParallelLinear, lora.TERowParallelLinear)
+        return isinstance(base_layer, lora.TELinear) and not isinstance(base_layer, split) and base_layer.parallel_mode is None
+
+    lora._is_replicated_base = is_replicated_base

@@ -12,6 +12,7 @@ from . import model_files
 from .doctor import in_range, installed_version
 from .engine_checks import engine
 from .families import known_families, unknown_family
+from .family_checks import family_limits
 from .path_checks import paths
 from .registries import unknown_constant, unknown_name
 from .translation import Translation, show
@@ -397,6 +398,7 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
         note = model_checks.adapter_warning(config, t.effective('target_modules') or ['all-linear'])
         t.warnings += [note] if note else []
     text = model_files.text_config(dict(config))
+    family_limits(t, text)
     heads, layers = text.get('num_attention_heads'), text.get('num_hidden_layers')
     _tp, pp, ep = (t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'expert_model'))
     vpp = t.effective('virtual_pipeline_model_parallel_size') or 1

@@ -32,8 +32,7 @@ class Outcome:
     logits: list[torch.Tensor]
     exported: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
-    norm_plain: float
-    norm_distributed: float
+    norms: list[float]  # with each optimizer that ran
     updated: dict[str, torch.Tensor]
 
 
@@ -72,7 +71,7 @@ def reference(folder: Path, packed: bool) -> Outcome:
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     torch.optim.AdamW(model.parameters(), **ADAM).step()
-    return Outcome(loss=total, logits=logits, exported=before, gradients=by_checkpoint_name(model, gradients), norm_plain=norm, norm_distributed=norm,
+    return Outcome(loss=total, logits=logits, exported=before, gradients=by_checkpoint_name(model, gradients), norms=[norm],
                    updated=by_checkpoint_name(model, dict(_state(model))))
 
 
@@ -226,8 +225,9 @@ def _exported_gradients(config: Any, models: list[torch.nn.Module]) -> dict[str,
             parameter.data = data
 
 
-def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **options: Any) -> Outcome | None:
-    """A whole training step on this rank, twice: with the plain and with the distributed optimizer. Rank 0 returns the outcome."""
+def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, optimizers: tuple[bool, ...] = (False, True),
+             **options: Any) -> Outcome | None:
+    """A whole training step on this rank, with each of `optimizers` (True: the distributed one). Rank 0 returns the outcome."""
     import torch.distributed as dist
     layout = Layout(**layout_fields)
     initialize(layout)
@@ -240,8 +240,8 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
     exported = _export(config, models)
     norms, losses = {}, {}
     gradients: dict[str, torch.Tensor] = {}
-    for distributed in (False, True):
-        if distributed:
+    for distributed in optimizers:
+        if norms:
             config, models = build_models(folder, layout, **options)
         wrapped, optimizer = _wrapped(config, models, distributed)
         for chunk in wrapped:
@@ -253,7 +253,7 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
             gradients = _exported_gradients(config, models)
         _, norms[distributed], _ = optimizer.step()
     everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (losses[True], logits))
+    dist.all_gather_object(everything, (losses[optimizers[-1]], logits))
     updated = _export(config, models)
     if dist.get_rank() != 0:
         return None
@@ -263,7 +263,7 @@ def one_step(folder: Path, layout_fields: dict[str, Any], packed: bool, **option
     tokens = NUM_MICRO_BATCHES * step.rows * step.length
     loss = sum(part for part, _ in everything) / tokens / layout.tp
     return Outcome(loss=loss, logits=[whole[index] for index in range(NUM_MICRO_BATCHES)], exported=exported, gradients=gradients,
-                   norm_plain=float(norms[False]), norm_distributed=float(norms[True]), updated=updated)
+                   norms=[float(norm) for norm in norms.values()], updated=updated)
 
 
 def fields(layout: Layout) -> dict[str, Any]:
@@ -353,23 +353,51 @@ def write_adapter(base: Path, folder: Path, rank: int = 4) -> Path:
     return folder
 
 
-def adapter_step(folder: Path, adapter: Path, layout_fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """One step of LoRA: ([norm with the plain, with the distributed optimizer], the updated adapter by PEFT name, base weights changed)."""
+def draw_adapter(folder: Path, directory: Path, rank: int = 4) -> None:
+    """A PEFT adapter with random factors for every linear layer that ms-swift's all-linear means, experts included. In one process."""
+    import json
+
+    import peft
+    from safetensors.torch import save_file
+    initialize(Layout())
+    config, models = build_models(folder, Layout(), marked=False)
+    model = peft.get_peft_model(models[0], _every_linear(models[0], rank))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if 'lora_' in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    directory.mkdir(parents=True)
+    save_file({name: value.contiguous().clone() for name, value in config.bridge.export_weights(models, peft_format=True)},
+              directory / 'adapter_model.safetensors')
+    settings = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': rank, 'lora_alpha': 8, 'lora_dropout': 0., 'bias': 'none',
+                'base_model_name_or_path': str(folder), 'target_modules': sorted(config.bridge._peft_target_modules)}
+    (directory / 'adapter_config.json').write_text(json.dumps(settings))
+
+
+def _every_linear(model: Any, rank: int = 4) -> Any:
     import mcore_bridge.tuners  # noqa: F401  (teaches PEFT Megatron's layers)
+    import peft
+    from swift.megatron.utils.utils import find_all_linears
+    return peft.LoraConfig(r=rank, lora_alpha=8, target_modules=find_all_linears(model))
+
+
+def adapter_step(folder: Path, adapter: Path, layout_fields: dict[str, Any],
+                 optimizers: tuple[bool, ...] = (False, True)) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """One step of LoRA: ([norm with each of `optimizers`; True: the distributed one], the updated adapter by PEFT name, base weights changed)."""
     import peft
 
     from swift_megatron_grpo.parallel_attributes import mark_tensor_parallel
     layout = Layout(**layout_fields)
     initialize(layout)
     norms = []
-    for distributed in (False, True):
+    for distributed in optimizers:
         config, models = build_models(folder, layout, marked=False)
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2'])
         for model in models:
-            peft.get_peft_model(model, settings)
+            peft.get_peft_model(model, _every_linear(model))
         config.bridge.load_weights(models, str(adapter), peft_format=True)
         mark_tensor_parallel(models)
-        frozen = [(p, p.detach().clone()) for model in models for p in model.parameters() if not p.requires_grad]
+        frozen = [(t, t.detach().clone()) for model in models for t in [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]]
         wrapped, optimizer = _wrapped(config, models, distributed)
         for chunk in wrapped:
             chunk.train()
@@ -379,4 +407,4 @@ def adapter_step(folder: Path, adapter: Path, layout_fields: dict[str, Any]) -> 
         _, norm, _ = optimizer.step()
         norms.append(float(norm))
     updated = {name: value.clone() for name, value in config.bridge.export_weights(models, peft_format=True)}
-    return norms, updated, sum(not torch.equal(p, before) for p, before in frozen)
+    return norms, updated, sum(not torch.equal(t, before) for t, before in frozen)

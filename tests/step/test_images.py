@@ -134,20 +134,42 @@ def test_vit_and_aligner_learn_at_rates_of_their_own(run: Any, rollouts: Path, v
             assert float((step - gradient).norm() / gradient.norm()) < 1e-4, name
 
 
+# Layouts in which the adapter of each kind is trained; the older two differ in the vision tower only.
+ADAPTED = {
+    'qwen2_vl': (2, {'pipeline_model_parallel_size': 2}),
+    'qwen2_5_vl': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
+    'qwen3_vl': (4, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true', 'context_parallel_size': 2}),
+}
+
+
+@pytest.mark.parametrize('kind', ADAPTED)
 def test_adapters_on_the_language_model_leave_the_images_encoder_and_train_alike(run: Any, ranks: Any, rollouts: Path, vision_model: Any,
-                                                                                 tmp_path: Path) -> None:
+                                                                                 tmp_path: Path, kind: str) -> None:
     from safetensors.torch import load_file
-    folder = vision_model('qwen3_vl')
+    folder = vision_model(kind)
     lora = {**SGD, 'tuner_type': 'lora', 'lora_rank': 4, 'lora_alpha': 16, 'beta': 0.04, 'freeze_vit': 'true', 'freeze_aligner': 'true'}
-    argv = image_arguments(tmp_path, folder, 'qwen3_vl', rollouts, **{**lora, 'save_strategy': 'steps', 'save_steps': 1, 'train_iters': 1})
-    ranks.run(train, argv, world_size=1, deadline=300.)
+    argv = image_arguments(tmp_path, folder, kind, rollouts, **{**lora, 'save_strategy': 'steps', 'save_steps': 1, 'train_iters': 1})
+    trained = ranks.run(train, argv, world_size=1, deadline=300.)[-1]
     start = tmp_path / 'out' / 'checkpoint-1'
-    adapter = load_file(start / 'adapter_model.safetensors')
+    base, adapter = load_file(folder / 'model.safetensors'), load_file(start / 'adapter_model.safetensors')
     assert adapter and not any('visual' in name for name in adapter)
-    expected = run('qwen3_vl', **lora, adapters=start)
-    base = load_file(folder / 'model.safetensors')
+    merged = merged_adapter(base, adapter, 16 / 4)
+    assert {name for name, weight in merged.items() if not torch.allclose(weight, trained.weights[name], rtol=1e-6, atol=1e-6)} == set()
+    expected = run(kind, **lora, adapters=start)
     moved = {name for name, weight in base.items() if not torch.equal(weight, expected.weights[name])}
     assert {name.removesuffix('.weight').split('.')[-1] for name in moved} == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
                                                                                'down_proj'}
     assert not any('visual' in name for name in moved)
-    assert_same(run('qwen3_vl', 4, **lora, adapters=start, tensor_model_parallel_size=2, sequence_parallel='true', context_parallel_size=2), expected)
+    world_size, changes = ADAPTED[kind]
+    assert_same(run(kind, world_size, **lora, adapters=start, **changes), expected)
+
+
+def merged_adapter(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """The base with a PEFT adapter of rank r in it: W + scale B A."""
+    merged = dict(base)
+    for name, factor in adapter.items():
+        if name.endswith('lora_A.weight'):
+            target = name.removeprefix('base_model.model.').removesuffix('.lora_A.weight') + '.weight'
+            merged[target] = base[target] + scale * adapter[name.replace('lora_A', 'lora_B')] @ factor
+    assert any(not torch.equal(weight, base[name]) for name, weight in merged.items())
+    return merged
