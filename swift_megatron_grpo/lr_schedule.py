@@ -1,7 +1,8 @@
 """Learning rates of `swift rlhf` on Megatron's optimizer (import tier 2).
 
 transformers' own `get_scheduler` gives the factor for every step, so each of its schedules is exact; the result is written to the parameter
-groups of Megatron's optimizer, scaled by each group's own maximum (vit_lr, aligner_lr, muon_lr).
+groups of Megatron's optimizer, scaled by each group's own maximum (vit_lr, aligner_lr, muon_lr). The weight decay of each group comes from
+Megatron's scheduler: nobody else keeps it off norms and biases (`wd_mult` 0).
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class TransformersSchedule:
     """Stands in for Megatron's OptimizerParamScheduler: `step(increment)`, `state_dict`, `load_state_dict`.
 
     Args:
-        optimizer: Megatron's optimizer.
+        megatron: Megatron's scheduler of the same optimizer; says the weight decay.
         max_lr: learning rate of groups without one of their own.
         name, kwargs: transformers' lr_scheduler_type and lr_scheduler_kwargs.
         warmup_steps: optimizer steps; below 1 a share of num_steps. warmup_ratio: the same as a share, used if warmup_steps is 0.
@@ -23,9 +24,9 @@ class TransformersSchedule:
         samples_per_step: what one step adds to `increment` (global_batch_size).
     """
 
-    def __init__(self, optimizer: Any, *, max_lr: float, name: str, kwargs: dict[str, Any] | None, warmup_steps: float, warmup_ratio: float,
+    def __init__(self, megatron: Any, *, max_lr: float, name: str, kwargs: dict[str, Any] | None, warmup_steps: float, warmup_ratio: float,
                  num_steps: int, samples_per_step: int):
-        self.optimizer = optimizer
+        self.megatron = megatron
         self.max_lr = max_lr
         self.samples_per_step = samples_per_step
         self.num_steps_done = 0
@@ -49,8 +50,10 @@ class TransformersSchedule:
 
     def _write(self) -> None:
         factor = self.factor(self.num_steps_done)
-        for group in self.optimizer.param_groups:
-            group['lr'] = (group.get('max_lr') or self.max_lr) * factor
+        self.megatron.num_steps = self.num_steps_done * self.samples_per_step
+        for group in self.megatron.optimizer.param_groups:
+            group['lr'] = group.get('max_lr', self.max_lr) * factor
+            group['weight_decay'] = self.megatron.get_wd(group) * group.get('wd_mult', 1.0)
 
     def step(self, increment: int) -> None:
         self.num_steps_done += math.ceil(increment / self.samples_per_step)

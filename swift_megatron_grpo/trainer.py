@@ -314,7 +314,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         checkpoint.let_sgd_be_loaded(optimizer)
         if args.lr_scheduler_type is not None:
             scheduler = TransformersSchedule(
-                optimizer,
+                scheduler,
                 max_lr=args.lr,
                 name=args.lr_scheduler_type,
                 kwargs=args.lr_scheduler_kwargs,
