@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 RELATIVE = 1e-6  # sums are in float64; only their order differs
+# Values in float64 at once, 128 MiB: a fused holder of experts or an embedding has gigabytes, and policy and engine lie beside it.
+_CHUNK = 2**24
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -21,9 +23,13 @@ class Checksum:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Checksum:
-        """Pure. Reads the whole tensor once on its device, and waits for it."""
-        values = tensor.detach().double()
-        return cls(numel=tensor.numel(), absolute=float(values.abs().sum()), signed=float(values.sum()))
+        """Pure. Reads the whole tensor once on its device, a chunk at a time, and waits for it."""
+        absolute = signed = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        for part in tensor.detach().reshape(-1).split(_CHUNK):
+            values = part.double()
+            signed = signed + values.sum()
+            absolute = absolute + values.abs_().sum()
+        return cls(numel=tensor.numel(), absolute=float(absolute), signed=float(signed))
 
     def __add__(self, other: Checksum) -> Checksum:
         return Checksum(numel=self.numel + other.numel, absolute=self.absolute + other.absolute, signed=self.signed + other.signed)

@@ -1,4 +1,6 @@
 """Buckets and checksums of weight sync, by hand; the engines themselves are in test_colocate.py and test_server_mode.py."""
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,3 +75,28 @@ def test_who_holds_a_weight(name: str, holder: str) -> None:
     parameters = ['m.0.attn.qkv_proj.weight', 'm.1.attn.qkv_proj.base_layer.weight', 'm.0.mlp.gate_up_proj.weight',
                   'm.0.mlp.experts.routed.w13_weight', 'm.0.mlp.experts.routed.w2_weight', 'm.0.norm.weight']
     assert holder_of(name, Model(), parameters) == holder
+
+
+def test_a_checksum_of_a_large_weight_needs_little_memory_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from swift_megatron_grpo.engines import checksums
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+                largest = max(largest, result.numel())
+            return result
+
+    weight = torch.randn(40, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr(checksums, '_CHUNK', 16)
+    for tensor in (weight, weight.t()):
+        with Watch():
+            found = Checksum.of(tensor)
+        assert found.numel == 280 and found.equals(Checksum(numel=280, absolute=float(weight.double().abs().sum()),
+                                                            signed=float(weight.double().sum())))
+    assert 0 < largest <= 16
