@@ -57,6 +57,8 @@ class Engine:
         return self.prefix_cache.setdefault(prompt, list(self.weights))
 
     def sleep(self, level: int) -> None:
+        if not {WEIGHTS, CACHE} <= self.device.resident:  # as vLLM's: one of which a part is asleep counts as asleep
+            return
         if level == 2:
             self.weights, self.version = None, -1
         self.device.change(away={WEIGHTS, CACHE})
@@ -170,3 +172,14 @@ def test_light_sleep_keeps_the_weights() -> None:
         assert engine.generate('a prompt') == [1.0]
         residency.to(Stage.TRAINING)
     assert not device.resident & {WEIGHTS, CACHE}
+
+
+@pytest.mark.parametrize('bridge', [False, True])
+def test_an_engine_that_got_weights_and_is_not_used_gives_its_memory_back(bridge: bool) -> None:
+    """A run that is resumed inside a generation: weights are sent at its beginning, and then it trains."""
+    device, residency, engine = machine(sleep_level=1, model=True, optimizer=True, bridge=bridge)
+    sync(residency, engine, 1.0, 0)
+    residency.to(Stage.TRAINING)
+    assert device.resident == {POLICY, GRADIENTS, REFERENCE, OPTIMIZER}
+    residency.to(Stage.GENERATING)
+    assert engine.generate('a prompt') == [1.0]
