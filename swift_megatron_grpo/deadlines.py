@@ -18,7 +18,7 @@ EXIT_CODE = 1
 def _end_process(message: str) -> None:
     sys.stdout.flush()
     print(f'\nERROR: {message}', file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=False)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)  # this one is the watchdog's own
     sys.stderr.flush()
     os._exit(EXIT_CODE)
 

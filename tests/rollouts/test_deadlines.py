@@ -113,6 +113,22 @@ def test_a_rank_that_blocks_or_dies_ends_all_ranks(tiny_model: Any, tmp_path: Pa
     assert ended - started < 60  # sampling, the deadline, and the launcher's end of the other rank
 
 
+def test_a_deadline_shows_where_the_process_is_stuck() -> None:
+    program = '''
+import time
+from swift_megatron_grpo.deadlines import deadline
+
+def stuck_here():
+    time.sleep(600)
+
+with deadline('A phase', 0.2, rank=0):
+    stuck_here()
+'''
+    done = subprocess.run([sys.executable, '-c', program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert 'ERROR: A phase did not end within 0.2 s on rank 0' in done.stderr and 'in stuck_here' in done.stderr
+
+
 def hung_in_the_second_step(argv: list[str]) -> list[str]:
     """Rank 1 stays in the optimizer of the second step for longer than --step_timeout; what the watchdogs say instead of ending the process."""
     import functools
