@@ -103,7 +103,7 @@ class Reference:
     # -- the moving reference ----------------------------------------------------------------------------------------------------------------
 
     def after_update(self, iteration: int) -> None:
-        """Moves the reference where it is time. Any rank, each its own share of the parameters; no communication.
+        """Moves the reference where it is time. All ranks, each its own share of the parameters; collective with overlap_param_gather.
 
         Args:
             iteration: optimizer steps done in the run, this one included.
@@ -111,6 +111,7 @@ class Reference:
         args = self.args
         if not args.sync_ref_model or iteration % args.ref_model_sync_steps != 0:
             return
+        self.trainer.gather_parameters()
         with torch.no_grad():
             for policy, reference in self._pairs():
                 reference.copy_(torch.lerp(reference.float(), policy.float(), args.ref_model_mixup_alpha))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.megatron.utils import should_disable_forward_pre_hook
 from swift.rlhf_trainers.utils import identity_data_collator
 from swift.utils import get_current_device, get_logger
 from typing import Any
@@ -228,7 +229,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         # Servers that do not take a step of a sync within the limit are dropped by the engine itself, and the sync goes on without them.
         factor = 3 if self.engine.keeps_deadlines else 1
         with deadline('Weight sync', factor * self.args.sync_timeout, rank=self.topology.rank):
+            self.gather_parameters()
             self.sync.run(version)
+
+    def gather_parameters(self) -> None:
+        """Before weights are read outside of a forward pass. All ranks, collective.
+
+        With overlap_param_gather the optimizer updates this rank's share of the parameters, and the next forward pass brings the others'.
+        """
+        if should_disable_forward_pre_hook(self.args):
+            for model in self.wrapped_models:
+                model.start_param_sync(force_sync=True)
 
     def _verify_engine(self, scored: ScoredRollouts, steps: list[StepBatch]) -> None:
         """After a sync to an engine whose weights cannot be read. Rollouts of the weights of now, sampled from the model's own distribution."""

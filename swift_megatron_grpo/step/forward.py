@@ -129,8 +129,7 @@ class PolicyForward:
             loss = consumer(micro_batch, logprobs_C, entropies_C)
             if forward_only:
                 return hidden.new_zeros((), dtype=torch.float32), {}
-            # Keeps the graph (and its collectives) alive where a micro-batch has no completion token.
-            return loss * undo_division + 0.0 * hidden.float().sum(), {}
+            return loss * undo_division, {}
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             micro_batch = next(data)
@@ -173,6 +172,11 @@ class PolicyForward:
         if self.topology.cp_size > 1:
             positions_C, here_C = self._positions_here(micro_batch, cu_seqlens, device)
             targets_C = targets_C[here_C]
+        is_empty = targets_C.numel() == 0 and torch.is_grad_enabled()
+        if is_empty:
+            # One position whose value is dropped: the graph and its collectives are those of any other micro-batch, and every parameter gets a
+            # gradient (0), the output layer's too. With overlap_grad_reduce Megatron reduces a bucket only when each of its parameters has one.
+            positions_C, targets_C = positions_C.new_zeros(1), targets_C.new_zeros(1)
         vocab_size = int(head.config.padded_vocab_size)
         tp_rank = mpu.get_tensor_model_parallel_rank()
         share = -(-vocab_size // self.topology.tp_size)
@@ -186,6 +190,8 @@ class PolicyForward:
             vocab_size=vocab_size,
             group=self.topology.tp_group if self.topology.tp_size > 1 else None,
         )
+        if is_empty:
+            logprobs, entropies = logprobs[:0], entropies[:0]
         if here_C is None:
             return logprobs, entropies
         whole = logprobs.new_zeros(num_tokens).index_copy(0, here_C, logprobs)
