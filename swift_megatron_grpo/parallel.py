@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from megatron.core import mpu
 from typing import Any, TypeVar
 
@@ -16,10 +17,13 @@ from .errors import RunError, UserError
 
 T = TypeVar('T')
 
+# Of the groups made here. A phase that lasts too long is ended, by name, at its own deadline (deadlines.py); torch would give a group 10 or 30 minutes.
+GROUP_TIMEOUT = timedelta(days=30)
+
 
 @dataclass(kw_only=True, slots=True)
 class Topology:
-    """This rank's place. `model_group` holds the TP x PP x CP ranks that share its data-parallel index."""
+    """This rank's place. `model_group` (gloo) holds the TP x PP x CP ranks that share its data-parallel index."""
     rank: int
     world_size: int
     dp_rank: int
@@ -54,7 +58,8 @@ def build_topology() -> Topology:
     model_group, model_ranks = None, [rank]
     for ranks in generator.get_ranks('tp-cp-ep-pp'):
         ranks = sorted(ranks)
-        group = dist.new_group(ranks, group_desc='SWIFT_MEGATRON_GRPO_MODEL')
+        # Only objects go through it (token ids, pictures): with NCCL they would all lie on the device at once.
+        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend='gloo', group_desc='SWIFT_MEGATRON_GRPO_MODEL')
         if rank in ranks:
             model_group, model_ranks = group, ranks
     assert model_group is not None

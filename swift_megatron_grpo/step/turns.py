@@ -15,6 +15,7 @@ from typing import Any
 
 from ..engines.base import RolloutEngine, Sampling
 from ..errors import RunError, UserError
+from ..parallel import GROUP_TIMEOUT
 
 _TURN_STRIDE = 2**13  # seeds of one turn do not meet those of the next; generation_seed leaves room for 16 turns of 8192 rollouts
 _NUM_TURNS = 16
@@ -42,7 +43,7 @@ class Turns:
             self._end_when_spent()
         self.group: dist.ProcessGroup | None = None
         if engine.group.size > 1:
-            self.group, _ = dist.new_subgroups(engine.group.size, backend='gloo')
+            self.group, _ = dist.new_subgroups(engine.group.size, timeout=GROUP_TIMEOUT, backend='gloo')
 
     def run(self, requests: Sequence[Any], part: range, sampling: Sampling) -> list[Any]:
         """All ranks of the engine, together: outputs of this rank's part of the engine's requests.
