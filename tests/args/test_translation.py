@@ -736,3 +736,8 @@ def test_an_empty_number_of_machines_is_refused_unless_the_dry_run_has_one(workp
     assert any('NNODES is set and empty' in text and 'give --world_size N' in text for text in resolve(argv, environment).errors)
     plan = resolve([*argv, '--world_size', '16'], environment)
     assert (plan.errors, plan.batch_plan.world_size) == ([], 16)
+
+
+def test_layers_of_multi_token_prediction_are_refused_since_nothing_would_train_them() -> None:
+    plan = plan_of(['--mtp_num_layers', '1'])
+    assert any('mtp_num_layers' in error and 'not trained' in error for error in plan.errors), plan.errors

@@ -140,7 +140,7 @@ moe_expert_capacity_factor | megatron | float | - | null | kept | - |
 moe_pad_expert_input_to_capacity | megatron | bool | - | false | kept | - |
 moe_token_drop_policy | megatron | str{probs,position} | - | "probs" | kept | - |
 engram_tokenizer_map | megatron | str | - | null | kept | - |
-mtp_num_layers | megatron | int | - | null | kept | - |
+mtp_num_layers | megatron | int | - | null | refused | - | the policy loss does not reach layers of multi-token prediction, so they would be loaded and not trained; leave it out
 mtp_loss_scaling_factor | megatron | float | - | 0.1 | kept | - |
 mtp_decoder_input_detach | megatron | bool | - | false | kept | - |
 mtp_shared_weights | megatron | bool | - | false | kept | - |

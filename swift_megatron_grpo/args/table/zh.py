@@ -152,6 +152,7 @@ SENTENCES: dict[str, str] = {
     'wins over the formula where it is consistent': '与公式一致时优先',
     'full where nothing is said, which is gradient_checkpointing true of swift rlhf': '不写时为 full，即 swift rlhf 的 gradient_checkpointing true',
     'the same as max_steps': '与 max_steps 相同',
+    'the policy loss does not reach layers of multi-token prediction, so they would be loaded and not trained; leave it out': '策略损失不经过多 token 预测层，这些层会被加载却不会被训练；请去掉',
     'each token has its weight from the counts of the whole step, whatever the layout; choose with --loss_type': '每个 token 的权重来自整个步的计数，与布局无关；请用 --loss_type 选择',
     'prompts are dealt out by prompt id': 'prompt 按 prompt id 分配',
     "Megatron's own schedule; not together with lr_scheduler_type, lr_scheduler_kwargs, warmup_steps or warmup_ratio": 'Megatron 自己的学习率曲线；不能与 lr_scheduler_type、lr_scheduler_kwargs、warmup_steps、warmup_ratio 同时使用',
