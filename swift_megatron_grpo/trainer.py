@@ -98,6 +98,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
         self.window = Window()
+        self.num_micro_batches = 0  # trained on since the last log
         self.last_done = 'nothing'  # within the phase that a deadline watches
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
@@ -203,8 +204,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.optimizer.zero_grad()
         update = self.state.iteration
         share = self.experts.share(update) if self.experts is not None else 0.0
-        sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share,
-                                      experts=self.experts.batch(update) if share > 0.0 else None)
+        experts = self.experts.batch(update) if share > 0.0 else None
+        sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share, experts=experts)
+        self.num_micro_batches += len(step.micro_batches) + (len(experts.micro_batches) if experts is not None else 0)
         if self.experts is not None:
             self.window.add_values({'chord/mu': share})
         self.last_done = 'gradients'
@@ -354,6 +356,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             epoch = self.prompts.epoch_of(self.progress.generation)
             logs |= {} if epoch is None else {'epoch': round(epoch, 6)}
         super().on_log(logs, prefix)
+
+    def _log_callback(self, logs: dict[str, Any], n_steps: int) -> None:
+        # ms-swift divides what routers summed up by num_microbatches * n_steps; here packing decides how many micro-batches there are.
+        count, self.num_micro_batches = self.num_micro_batches, 0
+        super()._log_callback(logs, max(count, 1) / self.args.num_microbatches)
 
     def save_checkpoint(self) -> None:
         if self.args.save_strategy == 'no':
