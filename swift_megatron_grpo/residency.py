@@ -93,7 +93,7 @@ class Residency:
 
     def to(self, stage: Stage) -> None:
         """Moves what the flags allow to move: first away, then in."""
-        if 0 < len(self.present & _ENGINE) < len(_ENGINE) and not _ENGINE & NEEDS[stage] and _ENGINE <= self.movable:
+        if 0 < len(self.present & _ENGINE) < len(_ENGINE) and not _ENGINE & NEEDS[stage] and self.movable >= _ENGINE:
             # vLLM falls asleep as a whole: weights that were loaded and never used (a run that is resumed inside a generation) would stay.
             self.to(Stage.GENERATING)
         needed = NEEDS[stage] | (self.present - self.movable)

@@ -1,4 +1,5 @@
 """Megatron's overlap of communication with the passes changes when gradients and parameters travel, and nothing else."""
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ def _equal(one: Outcome, other: Outcome) -> None:
 
 def test_micro_batches_that_only_fill_up_reduce_their_gradients_too(run: Any, tmp_path: Path) -> None:
     """A rank with few long sequences has such micro-batches at its end, where gradients are reduced: each parameter must have one."""
-    changes = {'replay_rollouts': write_rollouts(tmp_path / 'rollouts', generations=2, prompts=4, num_generations=4), 'global_batch_size': 16,
-               'max_tokens_per_micro_batch': 24}
+    rollouts = write_rollouts(tmp_path / 'rollouts', generations=2, prompts=4, num_generations=4)
+    for path in rollouts.iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[1] |= {'response_token_ids': [[5] * 200], 'rollout_logprobs': [[-5.0] * 200]}  # as long as nine others
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    changes = {'replay_rollouts': rollouts, 'global_batch_size': 16, 'max_tokens_per_micro_batch': 24, 'max_completion_length': 256}
     _equal(run(**changes, overlap_grad_reduce='true'), run(**changes))
 
 
