@@ -73,7 +73,7 @@ def curve_names(logs: dict[str, Any]) -> dict[str, Any]:
 
     Example: {'reward': 1.0, 'eval_reward': 0.5, 'memory': '1GiB'} gives {'train/reward': 1.0, 'eval/reward': 0.5}.
     """
-    numbers = {name: value for name, value in logs.items() if not isinstance(value, str)}
+    numbers = {name: value for name, value in logs.items() if value is not None and not isinstance(value, str)}
     return {f'eval/{name[5:]}' if name.startswith('eval_') else f'train/{name}': value for name, value in numbers.items()}
 
 
