@@ -1,6 +1,6 @@
 """Weight sync: the policy's weights to the rollout engine, as a stage of its own (import tier 2).
 
-Full training: every weight through mcore-bridge's export. LoRA: base and adapter are merged into a scratch tensor while a weight is being
+Full training: every weight through mcore-bridge's export. LoRA: base and adapter are merged into scratch tensors while a layer is being
 exported; the policy's base weights are never written to (adding and subtracting the adapter in place on bfloat16 weights lets them drift).
 With `--vllm_enable_lora true` the base goes once and then the adapter alone.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import torch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from mcore_bridge import LoraParallelLinear
+from peft.tuners.lora import LoraLayer
 from swift.utils import get_logger
 from typing import Any
 
@@ -19,6 +20,7 @@ from .engines.checksums import Checksum, differences
 from .errors import RunError
 from .residency import Residency, Stage
 from .step.batch import StepBatch
+from .step.forward import language_model
 
 logger = get_logger()
 
@@ -27,25 +29,60 @@ MAX_LOGPROB_DIFFERENCE = 0.3  # nats a token
 
 @contextlib.contextmanager
 def merged_for_export(models: list[Any], adapter_name: str = 'default') -> Iterator[None]:
-    """While the body runs, LoRA layers show base + adapter as their base weights; afterwards the very same tensors are back.
+    """While the body runs, the bridge exports base + adapter; afterwards the very same tensors are back.
 
-    All ranks (the bridge's export is collective). Needs memory for a second copy of the adapted base weights of this rank.
+    All ranks (the bridge's export is collective). A decoder layer is merged while the bridge reads it, so that the second copy is one of one layer;
+    adapters elsewhere (output layer, vision tower) stay merged as long as the body runs.
     """
+    bridge = models[0].config.bridge
+    layers = {id(layer) for model in models for layer in language_model(model).decoder.layers}
+    read_layer = bridge._set_layer_state
+
+    def read_merged(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with _merged([layer] if id(layer) in layers else [], adapter_name):
+            return read_layer(layer, *args, **kwargs)
+
+    bridge._set_layer_state = read_merged
+    try:
+        with _merged(models, adapter_name, without=layers):
+            yield
+    finally:
+        del bridge._set_layer_state  # the method of the class is back
+
+
+@contextlib.contextmanager
+def _merged(roots: Sequence[torch.nn.Module], adapter_name: str, without: Collection[int] = ()) -> Iterator[None]:
+    """While the body runs, layers with an adapter below `roots` show base + adapter as their base weights. without: ids of modules to leave out."""
     shown: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     try:
         with torch.no_grad():
-            for model in models:
-                for module in model.modules():
-                    if isinstance(module, LoraParallelLinear) and adapter_name in module.lora_A:
-                        base = module.get_base_layer()
-                        weights = ([getattr(base, f'weight{i}') for i in range(base.num_gemms)] if module.is_grouped else [base.weight])
-                        for weight, delta in zip(weights, module.get_delta_weights(adapter_name)):
-                            shown.append((weight, weight.data))
-                            weight.data = weight.data + delta.to(weight.dtype)
+            for root in roots:
+                for layer in _adapted(root, adapter_name, without):
+                    for weight, delta in _deltas(layer, adapter_name):
+                        shown.append((weight, weight.data))
+                        weight.data = weight.data + delta.to(weight.dtype)
         yield
     finally:
         for weight, original in shown:
             weight.data = original
+
+
+def _adapted(root: torch.nn.Module, adapter_name: str, without: Collection[int]) -> Iterator[LoraLayer]:
+    if id(root) in without:
+        return
+    if isinstance(root, LoraLayer) and adapter_name in root.lora_A:
+        yield root
+    for child in root.children():
+        yield from _adapted(child, adapter_name, without)
+
+
+def _deltas(layer: LoraLayer, adapter_name: str) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    base = layer.get_base_layer()
+    if isinstance(layer, LoraParallelLinear):
+        weights = [getattr(base, f'weight{i}') for i in range(base.num_gemms)] if layer.is_grouped else [base.weight]
+        yield from zip(weights, layer.get_delta_weights(adapter_name), strict=True)
+    else:  # PEFT's own layers, in the vision tower
+        yield base.weight, layer.get_delta_weight(adapter_name)
 
 
 class WeightSync:

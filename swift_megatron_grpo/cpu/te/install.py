@@ -121,7 +121,7 @@ def transformer_engine() -> None:
     _module(f'{ROOT}.common')
     _module(f'{ROOT}.common.recipe', Format=enum.Enum('Format', 'E4M3 HYBRID E5M2'), **{name: _unavailable(name) for name in recipes})
     _module(pytorch, LayerNorm=norm.LayerNorm, RMSNorm=norm.RMSNorm, DotProductAttention=attention.DotProductAttention,
-            checkpoint=rng.checkpoint, **layers, **contexts)
+            LayerNormMLP=_unavailable('LayerNormMLP'), checkpoint=rng.checkpoint, **layers, **contexts)
     _module(f'{pytorch}.fp8', FP8GlobalStateManager=FP8GlobalStateManager, **contexts)
     _module(f'{pytorch}.distributed', CudaRNGStatesTracker=rng.CudaRNGStatesTracker, checkpoint=rng.checkpoint,
             activation_recompute_forward=lambda activation_recompute=False, recompute_phase=False: contextlib.nullcontext(),
