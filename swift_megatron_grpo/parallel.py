@@ -49,7 +49,7 @@ class Topology:
 
 
 def build_topology() -> Topology:
-    """All ranks, collective: creates one process group for each data-parallel index."""
+    """All ranks, collective: creates one process group for each data-parallel index, and one of all ranks."""
     tp, pp, cp = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size(),
                   mpu.get_context_parallel_world_size())
     dp = mpu.get_data_parallel_world_size()
@@ -63,6 +63,8 @@ def build_topology() -> Topology:
         if rank in ranks:
             model_group, model_ranks = group, ranks
     assert model_group is not None
+    global _host_world
+    _host_world = (dist.group.WORLD, dist.new_group(timeout=GROUP_TIMEOUT, backend='gloo', group_desc='SWIFT_MEGATRON_GRPO_WORLD'))
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -80,8 +82,14 @@ def build_topology() -> Topology:
     )
 
 
+# (the world it was made for, a gloo group of all its ranks): objects are host memory, and with NCCL all of them would lie on the device at once.
+_host_world: tuple[Any, dist.ProcessGroup] | None = None
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """All ranks of the group, collective: every rank's value, in group order."""
+    """All ranks of the group, collective: every rank's value, in group order. None: all ranks, through host memory once `build_topology` was called."""
+    if group is None and _host_world is not None and _host_world[0] is dist.group.WORLD:
+        group = _host_world[1]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -40,7 +40,7 @@ from .step.completions import completion_metrics
 from .step.expert import Experts
 from .step.forward import PolicyForward, collect_logprobs
 from .step.learn import Learner
-from .step.nonfinite import FiniteGate, leave_it_to_the_gate, report
+from .step.nonfinite import FiniteGate, RouterBiases, leave_it_to_the_gate, report
 from .step.prompts import PromptSource, StreamingPromptSource
 from .step.resample import Sampler
 from .step.reward import Rewarder, refuse_unknown_rewards
@@ -202,7 +202,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        update = self.state.iteration
+        update, biases = self.state.iteration, RouterBiases(self.unwrapped_models)
         share = self.experts.share(update) if self.experts is not None else 0.0
         experts = self.experts.batch(update) if share > 0.0 else None
         sums = self.learner.gradients(step, update=update, on_policy=self.progress.updates_in_generation == 0, expert_share=share, experts=experts)
@@ -216,6 +216,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.opt_param_scheduler.step(increment=self.args.global_batch_size)
         elif self.gate.norm_of_refused is not None:
             sums, grad_norm = Sums(), self.gate.norm_of_refused
+            biases.restore()
             self._skip(grad_norm)
         self._advance()
         if self.reference is not None:

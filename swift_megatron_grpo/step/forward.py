@@ -44,6 +44,7 @@ class OutputHead:
         self._module = gpt_model.output_layer
         self._tied_weight: Callable[[], torch.Tensor] | None = (
             gpt_model.shared_embedding_or_output_weight if gpt_model.share_embeddings_and_output_weights else None)
+        self.draws = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self._module.modules())
         self.config = gpt_model.config
         self.sequence_parallel = bool(self.config.sequence_parallel) and self.config.tensor_model_parallel_size > 1
         gpt_model._forward_output_layer = self._pass_hidden_states
@@ -189,6 +190,7 @@ class PolicyForward:
             vocab_start=tp_rank * share,
             vocab_size=vocab_size,
             group=self.topology.tp_group if self.topology.tp_size > 1 else None,
+            draws=head.draws,
         )
         if is_empty:
             logprobs, entropies = logprobs[:0], entropies[:0]

@@ -114,11 +114,13 @@ def chunked_logprobs(
     vocab_start: int,
     vocab_size: int,
     group: dist.ProcessGroup | None,
+    draws: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`vocab_parallel_logprobs` of output_layer(hidden), a chunk of positions at a time.
 
     All ranks of the tensor-parallel group, collective, with equal C. Where a gradient is needed a chunk's logits are computed again in the
     backward pass instead of being kept. C may be 0: the result is then empty, and the caller keeps the graph alive.
+    draws: the output layer draws random numbers (dropout of an adapter), and has to draw the same ones again.
     """
 
     def one_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +133,7 @@ def chunked_logprobs(
     for start in range(0, targets_C.numel(), size):
         hidden, targets = hidden_Ch[start:start + size], targets_C[start:start + size]
         if recompute:
-            chunk_logprobs, chunk_entropies = checkpoint(one_chunk, hidden, targets, use_reentrant=False, preserve_rng_state=False)
+            chunk_logprobs, chunk_entropies = checkpoint(one_chunk, hidden, targets, use_reentrant=False, preserve_rng_state=draws)
         else:
             chunk_logprobs, chunk_entropies = one_chunk(hidden, targets)
         logprobs.append(chunk_logprobs)

@@ -52,6 +52,21 @@ class FiniteGate:
         return self._get_grad_norm()
 
 
+class RouterBiases:
+    """The biases that keep experts evenly used, as they were before an optimizer step.
+
+    Megatron moves them while it finishes the gradients, before anyone has looked at the norm; an update that is left out takes that back. They are
+    the same on all ranks that hold a layer, before and after. Built before the gradients, on every rank; no communication.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]):
+        self._before = [(buffer, buffer.clone()) for model in models for name, buffer in model.named_buffers() if name.endswith('.expert_bias')]
+
+    def restore(self) -> None:
+        for buffer, before in self._before:
+            buffer.copy_(before)
+
+
 def leave_it_to_the_gate(wrapped_models: Sequence[Any]) -> None:
     """ms-swift has Megatron's data-parallel wrapper end the run of the one rank that sees a NaN in its share of a gradient, which names no prompt
     and leaves the other ranks waiting. The gate sees the same NaN, on all ranks, and does what --nonfinite_update says."""

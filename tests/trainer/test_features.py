@@ -16,9 +16,9 @@ SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_
 def run(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     work = tmp_path_factory.mktemp('features')
 
-    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, function: Any = train, **changes: Any) -> tuple[Any, Path]:
+    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, function: Any = train, model: str = 'qwen3', **changes: Any) -> tuple[Any, Path]:
         folder = work / name
-        argv = arguments(work, tiny_model('qwen3'), rollouts, output_dir=folder, **changes)
+        argv = arguments(work, tiny_model(model), rollouts, output_dir=folder, **changes)
         return ranks.run(function, argv, world_size=world_size, deadline=300.)[-1], folder
 
     return run_it
@@ -143,6 +143,15 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted_and_its_prompt_nam
     no_effect, report = [text for text in warnings if 'no effect' in text or 'Optimizer step' in text]  # ms-swift logs through it too
     assert no_effect == '--epsilon 0.3 has no effect with --loss_type sapo.'
     assert 'step 2' in report and 'rollout log-probability of rollout 5 (prompt 1)' in report and 'norm is nan' in report
+
+
+def test_an_update_that_is_left_out_moves_no_router_bias_either(run: Any, broken: Path) -> None:
+    _, folder = run('broken-router', rollouts=broken, **BROKEN, model='deepseek_v3', model_type='deepseek_v3',
+                    moe_router_load_balancing_type='none')
+    first, second, third = (_weights(folder / f'checkpoint-{step}') for step in (1, 2, 3))
+    biases = [name for name in first if name.endswith('e_score_correction_bias')]
+    assert biases and all(torch.equal(first[name], second[name]) for name in biases)
+    assert all(not torch.equal(second[name], third[name]) for name in biases), 'a good update moves them'
 
 
 def test_a_run_may_stop_instead_on_all_ranks_with_the_same_words(run: Any, broken: Path) -> None:
