@@ -29,6 +29,8 @@ def holder_of(name: str, model: Any, parameters: Collection[str]) -> str:
     if separator and number.isdigit():
         end = _EXPERT_HOLDERS.get(leaf.split('.')[0], leaf)
         return next((candidate for candidate in parameters if candidate.startswith(prefix + separator) and candidate.endswith(end)), name)
+    if separator and not leaf:  # gpt-oss: all experts in one tensor, whose name vLLM's mapper knows
+        return next((candidate for candidate in parameters if candidate.startswith(prefix + separator) and candidate.endswith('.' + rest)), name)
     fused = {**_ALWAYS_FUSED, **(getattr(model, 'packed_modules_mapping', None) or {})}
     parts = name.split('.')
     for whole, members in fused.items():
