@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-# vLLM's models say what they fuse; mixtures add gate_up_proj while they are built, and some leave it out.
-_ALWAYS_FUSED = {'gate_up_proj': ['gate_proj', 'up_proj']}
+# vLLM's models say what they fuse; mixtures add gate_up_proj while they are built, and some leave these out.
+_ALWAYS_FUSED = {'gate_up_proj': ['gate_proj', 'up_proj'], 'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}
 _EXPERT_HOLDERS = {'gate_proj': 'w13_weight', 'up_proj': 'w13_weight', 'down_proj': 'w2_weight', 'w1': 'w13_weight', 'w3': 'w13_weight',
                    'w2': 'w2_weight'}
 

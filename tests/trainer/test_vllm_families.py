@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny_vision
 from tests.families import FAMILIES
 from tests.rank_pool import RankPool
+from tests.step.images import image_arguments
 from tests.trainer.test_families import arguments_of
+from tests.trainer.test_image_runs import SIZES as IMAGE_SIZES
+from tests.trainer.test_image_runs import dataset as image_dataset
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
@@ -24,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     'gpt_oss': {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 10000., 'factor': 4.0, 'original_max_position_embeddings': 16,
                                     'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False}},
 }
+IMAGES = tuple(tiny_vision.KINDS)
 ATTENTION = {'gpt_oss': {'attention_backend': 'fused'}}  # flash has no sinks
 
 
@@ -91,6 +96,19 @@ def test_vllm_samples_from_the_policy_after_every_weight_has_moved(engine_ranks:
     assert len(out['differences']) == 2 and max(out['differences']) < 2e-5
     assert out['moves'][0] > 0.1
     assert out['uncovered'] == [], 'the checksum of each weight was compared'
+
+
+@pytest.mark.skipif(importlib.util.find_spec('qwen_vl_utils') is None, reason='qwen_vl_utils is not installed')
+@pytest.mark.parametrize('kind', IMAGES)
+def test_vllm_sees_images_as_the_policy_does_after_every_weight_has_moved(engine_ranks: Any, tmp_path: Path, kind: str) -> None:
+    model = tiny_vision.build(kind, tmp_path / kind)
+    argv = image_arguments(tmp_path, model, kind, None, dataset=image_dataset(tmp_path, IMAGE_SIZES), max_completion_length=10, num_generations=4,
+                           **{**VLLM, 'vllm_max_model_len': 512})
+    out = engine_ranks.run(sample_twice, argv, world_size=1, deadline=300.)[0]
+    print('RESULT', kind, out)
+    assert len(out['differences']) == 2 and max(out['differences']) < 2e-5
+    assert out['moves'][0] > 0.1
+    assert out['uncovered'] == []
 
 
 def latent_attention_on_amx() -> bool:
