@@ -164,7 +164,7 @@ class NoVideoProcessor(dict[str, Any]):
 
 @PLATFORM.patch(Passport(
     name='processors-without-videos',
-    target='transformers.models.auto.video_processing_auto:AutoVideoProcessor.from_pretrained, '
+    target='transformers.models.auto.video_processing_auto:AutoVideoProcessor.from_pretrained, transformers:AutoVideoProcessor, '
            'transformers.processing_utils:ProcessorMixin.check_argument_for_proper_class',
     breaks='AutoProcessor of a Qwen-VL model stops with "requires the Torchvision library", also where the data has images only',
     reference='transformers/models/auto/video_processing_auto.py (5.19): video processors have one backend, torchvision',
@@ -180,6 +180,8 @@ def _processors_without_videos() -> None:
         return None if isinstance(argument, NoVideoProcessor) else check(self, argument_name, argument)
 
     AutoVideoProcessor.from_pretrained = NoVideoProcessor.from_pretrained  # a processor asks for it by this name
+    import transformers
+    transformers.AutoVideoProcessor = AutoVideoProcessor  # vLLM by this one, which is a stand-in that raises
     ProcessorMixin.check_argument_for_proper_class = check_argument_for_proper_class
 
 

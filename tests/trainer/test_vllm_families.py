@@ -105,7 +105,6 @@ def test_vllm_sees_images_as_the_policy_does_after_every_weight_has_moved(engine
     argv = image_arguments(tmp_path, model, kind, None, dataset=image_dataset(tmp_path, IMAGE_SIZES), max_completion_length=10, num_generations=4,
                            **{**VLLM, 'vllm_max_model_len': 512})
     out = engine_ranks.run(sample_twice, argv, world_size=1, deadline=300.)[0]
-    print('RESULT', kind, out)
     assert len(out['differences']) == 2 and max(out['differences']) < 2e-5
     assert out['moves'][0] > 0.1
     assert out['uncovered'] == []
