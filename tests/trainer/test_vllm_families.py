@@ -21,7 +21,7 @@ from tests.trainer.test_image_runs import dataset as image_dataset
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')]
 
 VLLM = {'use_vllm': 'true', 'vllm_mode': 'colocate', 'vllm_enforce_eager': 'true', 'vllm_max_model_len': 128, 'verify_weight_sync': 1,
-        'save_strategy': 'no', 'save_steps': None}
+        'vllm_engine_kwargs': '{"kv_cache_memory_bytes": 67108864}', 'save_strategy': 'no', 'save_steps': None}
 # What vLLM wants of a model. Its CPU build decodes latent attention of DeepSeek's own size only; gpt-oss has YaRN positions.
 SIZES: dict[str, dict[str, Any]] = {
     'deepseek_v3': {'kv_lora_rank': 512, 'qk_rope_head_dim': 64},
