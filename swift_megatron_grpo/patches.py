@@ -139,6 +139,58 @@ def _features_here(config: Any, mask_sb: torch.Tensor, features: torch.Tensor | 
 
 
 @PATCHES.patch(Passport(
+    name='image-positions-of-internvl',
+    target='mcore_bridge.model.mm_gpts.internvl:InternvlHfVit.get_inputs_embeds, swift.template.templates.internvl:InternvlhfTemplate._encode',
+    breaks='InternVL: an answer that contains an image token by chance stops the run ("Number of elements of source < number of ones in mask")',
+    reference='mcore_bridge/model/mm_gpts/internvl.py, InternvlHfVit.get_inputs_embeds (mcore-bridge 1.6.5): every image token is a placeholder',
+    versions='mcore-bridge>=1.6,<1.7; ms-swift>=4.6,<4.7',
+    remove_when="the template brings mm_token_type_ids, as Qwen-VL's does, and the bridge reads them",
+))
+def _image_positions() -> None:
+    import torch
+    from mcore_bridge.model.mm_gpts.internvl import InternvlHfVit
+    from swift.template.templates.internvl import InternvlhfTemplate
+    embed, encode = InternvlHfVit.get_inputs_embeds, InternvlhfTemplate._encode
+
+    def encode_with_types(self: Any, inputs: Any) -> dict[str, Any]:
+        encoded = encode(self, inputs)
+        if self.is_training and encoded.get('labels') is not None:
+            ids, labels = torch.tensor(encoded['input_ids']), torch.tensor(encoded['labels'])
+            encoded['mm_token_type_ids'] = ((ids == self.processor.image_token_id) & (labels == -100)).long()  # what was sampled has a label
+        return encoded
+
+    def get_inputs_embeds(self: Any, inputs_embeds: Any, **inputs: Any) -> Any:
+        types = inputs.get('mm_token_type_ids')
+        if types is not None:  # the ids serve to find placeholders only
+            ids = inputs['input_ids']
+            inputs['input_ids'] = ids.masked_fill(types.to(ids.device) == 0, -1)
+        return embed(self, inputs_embeds, **inputs)
+
+    InternvlhfTemplate._encode, InternvlHfVit.get_inputs_embeds = encode_with_types, get_inputs_embeds
+
+
+@PATCHES.patch(Passport(
+    name='line-after-an-image-of-internvl',
+    target='swift.template.templates.internvl:InternvlhfTemplate.replace_tag',
+    breaks="InternVL with vLLM: the engine's prompt lacks the line break after each image that the trainer's has (log-probabilities off by 0.9)",
+    reference="swift/template/templates/internvl.py, InternvlhfTemplate.replace_tag (ms-swift 4.6.0): '</img>' and a line break for training, "
+              "'<IMG_CONTEXT>' for vLLM, which transformers' processor fills in without a break",
+    versions='ms-swift>=4.6,<4.7',
+    remove_when='both modes give one prompt',
+))
+def _line_after_an_image() -> None:
+    from swift.template.templates.internvl import InternvlhfTemplate
+    upstream = InternvlhfTemplate.replace_tag
+
+    def replace_tag(self: Any, media_type: Any, index: int, inputs: Any) -> list[Any]:
+        if media_type == 'image' and self.mode == 'vllm':
+            return ['<IMG_CONTEXT>\n']
+        return upstream(self, media_type, index, inputs)
+
+    InternvlhfTemplate.replace_tag = replace_tag
+
+
+@PATCHES.patch(Passport(
     name='glm4-keeps-gate-and-up-together',
     target='mcore_bridge.model.gpts.glm4:Glm4Bridge._set_mlp_state',
     breaks='a checkpoint or adapter of GLM-4 (dense) cannot be loaded by transformers: it has gate_proj and up_proj where the model has gate_up_proj',

@@ -22,7 +22,9 @@ from swift_megatron_grpo.passport import Passport
 # Modules that bind names of torchvision when they are imported, and use them for videos only (or, the second, not at all: vLLM takes one
 # function of arithmetic from it).
 _IMPORTERS = ('qwen_vl_utils.vision_process', 'transformers.models.qwen2_vl.image_processing_qwen2_vl',
-              'transformers.models.qwen2_vl.video_processing_qwen2_vl')
+              'transformers.models.qwen2_vl.video_processing_qwen2_vl', 'transformers.models.got_ocr2.image_processing_got_ocr2')
+# vLLM makes one itself, by this name.
+_INTERNVL_VIDEOS = 'transformers.models.internvl.video_processing_internvl'
 _VISION_UTILS = 'swift.template.vision_utils'
 _CONFIGS = ('processor_config.json', 'video_preprocessor_config.json', 'preprocessor_config.json')
 
@@ -79,9 +81,11 @@ class _Mending(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        with _torchvision_names() if module.__name__ in _IMPORTERS else nullcontext():
+        with _torchvision_names() if module.__name__ in (*_IMPORTERS, _INTERNVL_VIDEOS) else nullcontext():
             self._loader.exec_module(module)
         module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
+        if module.__name__ == _INTERNVL_VIDEOS:
+            module.InternVLVideoProcessor = NoVideoProcessor  # type: ignore[attr-defined]
         if module.__name__ == _VISION_UTILS:
             module.rescale_image = _rescale_image  # type: ignore[attr-defined]
 
@@ -89,7 +93,7 @@ class _Mending(Loader):
 class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in _IMPORTERS and name != _VISION_UTILS:
+        if name not in (*_IMPORTERS, _INTERNVL_VIDEOS, _VISION_UTILS):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -99,8 +103,9 @@ class _Finder(MetaPathFinder):
 
 @PLATFORM.patch(Passport(
     name='images-without-torchvision',
-    target='qwen_vl_utils.vision_process:io, transformers.models.qwen2_vl.image_processing_qwen2_vl:tvF, swift.template.vision_utils:rescale_image',
-    breaks="No module named 'torchvision' when the processor of a Qwen-VL model is loaded, although only videos use it, when vLLM imports such a "
+    target='qwen_vl_utils.vision_process:io, transformers.models.qwen2_vl.image_processing_qwen2_vl:tvF, swift.template.vision_utils:rescale_image, '
+           'transformers.models.got_ocr2.image_processing_got_ocr2:tvF, transformers.models.internvl.video_processing_internvl:InternVLVideoProcessor',
+    breaks="No module named 'torchvision' when the processor of a Qwen-VL or InternVL model is loaded, although only videos use it, when vLLM imports such a "
            'model, and with --max_pixels',
     reference='qwen_vl_utils/vision_process.py (0.0.14), transformers/models/qwen2_vl/image_processing_qwen2_vl.py and '
               'video_processing_qwen2_vl.py (5.19): they import torchvision at their head; swift/template/vision_utils.py, rescale_image '
@@ -123,14 +128,14 @@ class NoVideoProcessor(dict[str, Any]):
     model_input_names: list[str] = []
     valid_kwargs = type('NoKeywords', (), {'__annotations__': {}})
     _auto_class = None
+    # Where the settings have none: vLLM reckons with videos also where there are none. Sizes are small, so that images need more.
+    _defaults = {'merge_size': 2, 'temporal_patch_size': 2, 'patch_size': 16, 'size': {'shortest_edge': 4096, 'longest_edge': 4096}, 'fps': 2,
+                 'min_frames': 2, 'max_frames': 2}
 
-    @property
-    def merge_size(self) -> int:
-        return self.get('merge_size', 2)
-
-    @property
-    def temporal_patch_size(self) -> int:
-        return self.get('temporal_patch_size', 2)
+    def __getattr__(self, name: str) -> Any:
+        if name in self._defaults:
+            return self.get(name, self._defaults[name])
+        raise AttributeError(f'{type(self).__name__} has no {name!r}')
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> 'NoVideoProcessor':
@@ -159,7 +164,7 @@ class NoVideoProcessor(dict[str, Any]):
 
 @PLATFORM.patch(Passport(
     name='processors-without-videos',
-    target='transformers.models.auto.video_processing_auto:AutoVideoProcessor.from_pretrained, '
+    target='transformers.models.auto.video_processing_auto:AutoVideoProcessor.from_pretrained, transformers:AutoVideoProcessor, '
            'transformers.processing_utils:ProcessorMixin.check_argument_for_proper_class',
     breaks='AutoProcessor of a Qwen-VL model stops with "requires the Torchvision library", also where the data has images only',
     reference='transformers/models/auto/video_processing_auto.py (5.19): video processors have one backend, torchvision',
@@ -175,6 +180,8 @@ def _processors_without_videos() -> None:
         return None if isinstance(argument, NoVideoProcessor) else check(self, argument_name, argument)
 
     AutoVideoProcessor.from_pretrained = NoVideoProcessor.from_pretrained  # a processor asks for it by this name
+    import transformers
+    transformers.AutoVideoProcessor = AutoVideoProcessor  # vLLM by this one, which is a stand-in that raises
     ProcessorMixin.check_argument_for_proper_class = check_argument_for_proper_class
 
 

@@ -119,23 +119,112 @@ def _linear_weights_stay() -> None:
 
 
 @ENGINE.patch(Passport(
-    name='experts-are-repacked',
-    target='vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading',
-    breaks='after a weight update a mixture-of-experts model goes on with its first experts (log-probabilities off by 1.0), silently',
-    reference='vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: the CPU kernel packs only while moe_kernel is None',
+    name='experts-stay-as-loaded',
+    target='vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading, '
+           'vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading, '
+           'vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply',
+    breaks='after a weight update a mixture-of-experts model goes on with its first experts (log-probabilities off by 1.0), silently; where experts '
+           'are no multiple of 32 wide the update fails with a shape mismatch',
+    reference='vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: the CPU kernel packs only while moe_kernel is None; '
+              'fused_moe/experts/cpu_moe.py: the packed and padded weights take the place of the parameters',
     versions=VERSIONS,
-    remove_when='the CPU kernel packs on each call',
+    remove_when='the CPU kernel packs after each update, from parameters that keep their shape',
 ))
-def _experts_are_repacked() -> None:
+def _experts_stay_as_loaded() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    original = UnquantizedFusedMoEMethod.process_weights_after_loading
+    after_loading, pack, apply = (UnquantizedFusedMoEMethod.process_weights_after_loading, CPUUnquantizedExperts.process_weights_after_loading,
+                                  CPUUnquantizedExperts.apply)
+
+    @functools.wraps(after_loading)
+    def pack_after_each_load(self: Any, layer: torch.nn.Module) -> None:
+        kernel = self.moe_kernel
+        after_loading(self, layer)
+        if kernel is not None:  # the first time it is made, and packs
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+    @functools.wraps(pack)
+    def pack_beside(self: Any, layer: torch.nn.Module) -> None:
+        loaded = layer.w13_weight, layer.w2_weight
+        pack(self, layer)
+        self.packed_weights = layer.w13_weight.data, layer.w2_weight.data
+        layer.w13_weight, layer.w2_weight = loaded
+
+    @functools.wraps(apply)
+    def apply_packed(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any,
+                     **kwargs: Any) -> None:
+        apply(self, output, hidden_states, *self.packed_weights, *args, **kwargs)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_after_each_load
+    CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply = pack_beside, apply_packed
+
+
+@ENGINE.patch(Passport(
+    name='sigmoid-routing',
+    target='vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing',
+    breaks='sampling from MiniMax-M2 stops with an AssertionError',
+    reference='vllm/model_executor/layers/fused_moe/router/cpu_router.py: CPURouter._compute_routing knows sigmoid scores in groups only',
+    versions=VERSIONS,
+    remove_when='the CPU router takes scoring_func sigmoid without groups',
+))
+def _sigmoid_routing() -> None:
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+    original = cpu_router.CPURouter._compute_routing
 
     @functools.wraps(original)
-    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        self.moe_kernel = None
-        original(self, layer)
+    def compute_routing(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.scoring_func != 'sigmoid' or self.use_grouped_topk or self.custom_routing_function is not None:
+            return original(self, hidden_states, router_logits, *args, **kwargs)
+        return cpu_router._grouped_topk(  # all experts are one group
+            gating_output=router_logits, topk=self.top_k, renormalize=self.renormalize, num_expert_group=1, topk_group=1, scoring_func='sigmoid',
+            routed_scaling_factor=self.routed_scaling_factor, e_score_correction_bias=self.e_score_correction_bias)
 
-    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
+    cpu_router.CPURouter._compute_routing = compute_routing
+
+
+@ENGINE.patch(Passport(
+    name='rotary-embedding-of-heads',
+    target='vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu',
+    breaks='latent attention (DeepSeek) samples from another distribution (log-probabilities off by 0.3), silently',
+    reference='csrc/cpu/pos_encoding.cpp: rotary_embedding takes [tokens, heads x head_size]; of [tokens, heads, head_size], which '
+              'vllm/model_executor/layers/mla.py gives it, it takes heads for tokens, and positions from behind the end',
+    versions=VERSIONS,
+    remove_when='the kernel looks at the number of dimensions, or latent attention does not call it',
+))
+def _rotary_embedding_of_heads() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    original = RotaryEmbedding.forward_cpu
+
+    @functools.wraps(original)
+    def forward_cpu(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        if query.dim() > 2:
+            return self.forward_native(positions, query, key)
+        return original(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+@ENGINE.patch(Passport(
+    name='latent-attention-keeps-its-weight',
+    target='vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading',
+    breaks='the first weight update of a model with latent attention fails with a shape mismatch, on CPUs with AMX',
+    reference='vllm/model_executor/layers/attention/mla_attention.py: with is_amx_bmm_enabled kv_b_proj.weight is replaced by an empty parameter once '
+              'it is packed',
+    versions=VERSIONS,
+    remove_when='the weight stays, or is there again for load_weights',
+))
+def _latent_attention_keeps_its_weight() -> None:
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    original = MLAAttention.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, act_dtype: torch.dtype) -> None:
+        weight = getattr(self.kv_b_proj, 'weight', None)
+        original(self, act_dtype)
+        if weight is not None:
+            self.kv_b_proj.weight = weight  # what was packed is a copy
+
+    MLAAttention.process_weights_after_loading = process_weights_after_loading
 
 
 @ENGINE.patch(Passport(
@@ -190,6 +279,23 @@ def _cpu_device_module() -> None:
 
 
 @ENGINE.patch(Passport(
+    name='streams-of-the-trainer',
+    target='torch.cuda:Stream, torch.cuda:Event, torch.cuda:current_stream, torch.cuda:stream, torch.cuda:set_stream',
+    breaks="a mixture of experts that is built after vLLM was imported stops with \"'NoneType' object has no attribute 'synchronize'\"",
+    reference='vllm/v1/worker/cpu/shm.py: at import it puts stand-ins of its own, whose record_event returns nothing, in the place of the stand-in of '
+              'the CPU platform',
+    versions=VERSIONS,
+    remove_when='vLLM leaves torch.cuda as it finds it',
+))
+def _streams_of_the_trainer() -> None:
+    names = ('Stream', 'Event', 'current_stream', 'stream', 'set_stream')
+    ours = [getattr(torch.cuda, name) for name in names]
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+    for name, value in zip(names, ours):
+        setattr(torch.cuda, name, value)
+
+
+@ENGINE.patch(Passport(
     name='cpu-ranks-are-devices',
     target='swift.arguments.deploy_args:get_device_count',
     breaks='`swift rollout` ends with "local_device_count (0) must be greater than or equal to ..."',
@@ -212,7 +318,10 @@ def register() -> None:
     """Apply what an engine on the CPU needs, once a process. Nothing happens where there is an accelerator."""
     if cpu.has_accelerator():
         return
-    ENGINE.apply('gloo-communicator', 'linear-weights-stay', 'experts-are-repacked', 'adapter-tensors-are-copied', 'cpu-device-module')
+    ENGINE.apply('gloo-communicator', 'linear-weights-stay', 'experts-stay-as-loaded', 'sigmoid-routing', 'rotary-embedding-of-heads',
+                 'latent-attention-keeps-its-weight', 'adapter-tensors-are-copied', 'cpu-device-module')
+    if cpu.is_active():
+        ENGINE.apply('streams-of-the-trainer')
     if importlib.util.find_spec('torchvision') is None:
         ENGINE.apply('models-are-inspected-here')
     if 'swift.arguments.deploy_args' in sys.modules:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import torch
 import torch.distributed as dist
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,6 +41,14 @@ def _limited_engine() -> type:
             super().set_default_max_tokens(request_config, inputs)
 
     return LimitedEngine
+
+
+def _media_limits(args: Any) -> dict[str, Any] | None:
+    """What is asked for; no videos where the CPU platform has no torchvision (vLLM would try one at start)."""
+    limits = args.vllm_limit_mm_per_prompt
+    if cpu.is_active() and args.model_meta.is_multimodal and importlib.util.find_spec('torchvision') is None:
+        return {'video': 0, **(limits or {})}
+    return limits
 
 
 class VllmColocateEngine(RolloutEngine):
@@ -83,7 +92,7 @@ class VllmColocateEngine(RolloutEngine):
             max_num_seqs=args.vllm_max_num_seqs or max_num_seqs,
             disable_custom_all_reduce=args.vllm_disable_custom_all_reduce,
             enforce_eager=args.vllm_enforce_eager,
-            limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+            limit_mm_per_prompt=_media_limits(args),
             enable_sleep_mode=args.sleep_level > 0,
             max_model_len=args.vllm_max_model_len,
             seed=group.index,

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-# vLLM's models say what they fuse; mixtures add gate_up_proj while they are built, and some leave it out.
-_ALWAYS_FUSED = {'gate_up_proj': ['gate_proj', 'up_proj']}
+# vLLM's models say what they fuse; mixtures add gate_up_proj while they are built, and some leave these out.
+_ALWAYS_FUSED = {'gate_up_proj': ['gate_proj', 'up_proj'], 'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}
 _EXPERT_HOLDERS = {'gate_proj': 'w13_weight', 'up_proj': 'w13_weight', 'down_proj': 'w2_weight', 'w1': 'w13_weight', 'w3': 'w13_weight',
                    'w2': 'w2_weight'}
 
@@ -29,6 +29,8 @@ def holder_of(name: str, model: Any, parameters: Collection[str]) -> str:
     if separator and number.isdigit():
         end = _EXPERT_HOLDERS.get(leaf.split('.')[0], leaf)
         return next((candidate for candidate in parameters if candidate.startswith(prefix + separator) and candidate.endswith(end)), name)
+    if separator and not leaf:  # gpt-oss: all experts in one tensor, whose name vLLM's mapper knows
+        return next((candidate for candidate in parameters if candidate.startswith(prefix + separator) and candidate.endswith('.' + rest)), name)
     fused = {**_ALWAYS_FUSED, **(getattr(model, 'packed_modules_mapping', None) or {})}
     parts = name.split('.')
     for whole, members in fused.items():

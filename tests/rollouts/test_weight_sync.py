@@ -43,6 +43,7 @@ def test_what_ranks_should_hold_together() -> None:
     assert expected(fused, 11, 2) is None
     assert expected({'model.embed_tokens.weight': q}, 6, 1) == q  # a vocabulary filled up with zeros
     assert expected({'norm': q}, 6, 1) is None
+    assert expected({'model.layers.0.mlp.experts.down_proj_bias': q}, 8, 2) == Checksum(numel=8, absolute=10.0, signed=10.0)  # zeros on the second
 
 
 def test_a_weight_that_did_not_arrive_is_named() -> None:
@@ -61,6 +62,12 @@ def test_a_changed_sign_is_found() -> None:
 class Model:
     packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}
 
+    class hf_to_vllm_mapper:
+
+        @staticmethod
+        def apply_list(names: list[str]) -> list[str]:
+            return [name.replace('.down_proj_bias', '.w2_bias') for name in names]
+
 
 @pytest.mark.parametrize('name, holder', [
     ('m.0.attn.k_proj.weight', 'm.0.attn.qkv_proj.weight'),
@@ -68,12 +75,13 @@ class Model:
     ('m.0.mlp.up_proj.weight', 'm.0.mlp.gate_up_proj.weight'),
     ('m.0.mlp.experts.3.up_proj.weight', 'm.0.mlp.experts.routed.w13_weight'),
     ('m.0.mlp.experts.3.down_proj.weight', 'm.0.mlp.experts.routed.w2_weight'),
+    ('m.0.mlp.experts.down_proj_bias', 'm.0.mlp.experts.routed.w2_bias'),  # all experts in one
     ('m.0.norm.weight', 'm.0.norm.weight'),
     ('unknown.weight', 'unknown.weight'),
 ])
 def test_who_holds_a_weight(name: str, holder: str) -> None:
     parameters = ['m.0.attn.qkv_proj.weight', 'm.1.attn.qkv_proj.base_layer.weight', 'm.0.mlp.gate_up_proj.weight',
-                  'm.0.mlp.experts.routed.w13_weight', 'm.0.mlp.experts.routed.w2_weight', 'm.0.norm.weight']
+                  'm.0.mlp.experts.routed.w13_weight', 'm.0.mlp.experts.routed.w2_weight', 'm.0.mlp.experts.routed.w2_bias', 'm.0.norm.weight']
     assert holder_of(name, Model(), parameters) == holder
 
 

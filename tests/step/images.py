@@ -48,7 +48,7 @@ def image_arguments(work: Path, model: Path, kind: str, rollouts: Path | None = 
     work.mkdir(parents=True, exist_ok=True)
     plugin = work / 'tiny_image_tokens.py'
     plugin.write_text(PLUGIN + tiny_vision.PLUGIN_LINES)
-    values = {'model_type': kind, 'template': kind, 'external_plugins': plugin, 'freeze_vit': 'false',
+    values = {'model_type': tiny_vision.MODEL_TYPES.get(kind, kind), 'template': kind, 'external_plugins': plugin, 'freeze_vit': 'false',
               'freeze_aligner': 'false', 'num_generations': NUM_GENERATIONS, 'global_batch_size': 8, 'micro_batch_size': 8,
               'temperature': TEMPERATURE, 'max_length': 1024, 'system': 'hi', 'vit_gradient_checkpointing': 'false'}
     return arguments(work, model, rollouts, **{**values, **changes})
@@ -62,23 +62,20 @@ def reference_gradients(folder: Path, kind: str, rollouts: Path) -> tuple[dict[s
     import transformers
     from PIL import Image
     from transformers import AutoTokenizer
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     model = getattr(transformers, tiny_vision.KINDS[kind][1]).from_pretrained(folder, dtype=torch.float32, attn_implementation='sdpa').train()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    see = _internvl_images(folder) if kind == 'internvl_hf' else _qwen_images(folder)
     rows = [json.loads(line) for line in (rollouts / 'generation-000000.jsonl').read_text().splitlines()[1:]]
     rewards = torch.tensor([row['rewards'][0] for row in rows]).view(-1, NUM_GENERATIONS)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     logprobs = []
     for row, advantage in zip(rows, advantages):
         images = [Image.open(path).convert('RGB') for path in row['columns'].get('images', [])]
-        text = row['messages'][0]['content'].replace('<image>', '<|vision_start|><|image_pad|><|vision_end|>')
+        inputs, placeholder, numbers = see(images) if images else ({}, '', [])
+        text = row['messages'][0]['content'].replace('<image>', placeholder)
         prompt = tokenizer.encode(f'<|im_start|>system\nhi<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n')
-        inputs: dict[str, Any] = {}
-        if images:
-            inputs = dict(processor(images=images, return_tensors='pt'))
-            counts = iter((inputs['image_grid_thw'].prod(-1) // 4).tolist())
-            prompt = [token for old in prompt for token in ([old] * next(counts) if old == tiny_vision.IMAGE_TOKEN else [old])]
+        counts = iter(numbers)
+        prompt = [token for old in prompt for token in ([old] * next(counts) if old == tiny_vision.IMAGE_TOKEN else [old])]
         answer = row['response_token_ids'][0]
         ids = torch.tensor([prompt + answer])
         values = _logprobs_after(model, ids, inputs, len(prompt))
@@ -89,6 +86,30 @@ def reference_gradients(folder: Path, kind: str, rollouts: Path) -> tuple[dict[s
     return revert_weight_conversion(model, gradients), logprobs  # by the names of checkpoints
 
 
+def _qwen_images(folder: Path) -> Any:
+    """images -> (inputs of the vision tower, what stands for one in the text, number of tokens of each)."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def see(images: list[Any]) -> tuple[dict[str, Any], str, list[int]]:
+        inputs = dict(processor(images=images, return_tensors='pt'))
+        return inputs, '<|vision_start|><|image_pad|><|vision_end|>', (inputs['image_grid_thw'].prod(-1) // 4).tolist()
+
+    return see
+
+
+def _internvl_images(folder: Path) -> Any:
+    """As `_qwen_images`."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    processor = GotOcr2ImageProcessorPil.from_pretrained(folder)
+
+    def see(images: list[Any]) -> tuple[dict[str, Any], str, list[int]]:
+        inputs = dict(processor(images=images, return_tensors='pt'))
+        return inputs, '<img><IMG_CONTEXT></img>\n', [tiles * tiny_vision.TOKENS_OF_TILE for tiles in inputs['num_patches'].tolist()]
+
+    return see
+
+
 def _logprobs_after(model: Any, ids: torch.Tensor, inputs: dict[str, Any], num_prompt: int) -> torch.Tensor:
     """Log-probabilities of ids[num_prompt:] as a sampler gives them: an image token among them is text, with the embedding of its number."""
     types = ((ids == tiny_vision.IMAGE_TOKEN) & (torch.arange(ids.shape[1]) < num_prompt)).long()
@@ -96,12 +117,15 @@ def _logprobs_after(model: Any, ids: torch.Tensor, inputs: dict[str, Any], num_p
     extra: dict[str, Any] = {}
     inner = model.model
     if inputs:
-        seen = inner.visual(inputs['pixel_values'], grid_thw=inputs['image_grid_thw'])
-        embeddings = embeddings.masked_scatter((types == 1)[..., None].expand_as(embeddings), seen.pooler_output)
+        seen = (inner.visual(inputs['pixel_values'], grid_thw=inputs['image_grid_thw']) if hasattr(inner, 'visual') else
+                inner.get_image_features(inputs['pixel_values']))
+        embeddings = embeddings.masked_scatter((types == 1)[..., None].expand_as(embeddings), seen.pooler_output.flatten(0, -2))
         deep = getattr(seen, 'deepstack_features', None)
         if deep:
             extra = {'visual_pos_masks': types == 1, 'deepstack_visual_embeds': list(deep)}
-    positions, _ = inner.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=inputs.get('image_grid_thw'), attention_mask=torch.ones_like(ids))
-    hidden = inner.language_model(inputs_embeds=embeddings, position_ids=positions, **extra).last_hidden_state
+    if hasattr(inner, 'get_rope_index'):
+        extra['position_ids'], _ = inner.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=inputs.get('image_grid_thw'),
+                                                        attention_mask=torch.ones_like(ids))
+    hidden = inner.language_model(inputs_embeds=embeddings, **extra).last_hidden_state
     logits = model.lm_head(hidden)[0, num_prompt - 1:-1].float() / TEMPERATURE
     return logits.log_softmax(-1).gather(-1, ids[0, num_prompt:, None])[:, 0]

@@ -14,7 +14,7 @@ from tests.step.training import Outcome, train
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('qwen_vl_utils') is None, reason='qwen_vl_utils is not installed')]
 
-KINDS = ('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl')
+KINDS = ('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'internvl_hf')
 # One step, nothing but the gradient: what the weights lose is lr times it. A large rate, so that little of it is rounded away.
 RATE = 64.0
 PLAIN = {'optimizer': 'sgd', 'sgd_momentum': 0.0, 'lr': RATE, 'min_lr': RATE, 'lr_decay_style': 'constant', 'weight_decay': 0.0, 'clip_grad': 0.0,
@@ -63,7 +63,7 @@ def test_the_gradient_of_every_weight_is_the_one_of_transformers(run: Any, rollo
     outcome = run(kind, **PLAIN)
     base = load_file(folder / 'model.safetensors')
     assert outcome.weights.keys() == base.keys() == gradients.keys()
-    assert any('visual' in name for name in gradients)
+    assert any('visual' in name or 'vision_tower' in name for name in gradients)
     errors = {name: float(((base[name] - outcome.weights[name]) / RATE - gradient).norm() / gradient.norm()) for name, gradient in gradients.items()
               if gradient.norm() > 1e-6}
     worst = max(errors, key=errors.__getitem__)
@@ -86,7 +86,7 @@ LAYOUTS = {
 
 # The two older kinds differ in the vision tower only, which every rank of a stage holds whole.
 RUNS = [('qwen3_vl', layout) for layout in LAYOUTS] + [('qwen2_5_vl', layout) for layout in ('tp2-sp', 'cp2', 'pp2', 'unpacked')]
-RUNS += [('qwen2_vl', layout) for layout in ('tp2-sp', 'cp2', 'pp2')]
+RUNS += [('qwen2_vl', layout) for layout in ('tp2-sp', 'cp2', 'pp2')] + [('internvl_hf', layout) for layout in ('tp2-sp', 'cp2', 'pp2', 'unpacked')]
 
 
 @pytest.mark.parametrize('kind, layout', RUNS)
@@ -139,6 +139,7 @@ ADAPTED = {
     'qwen2_vl': (2, {'pipeline_model_parallel_size': 2}),
     'qwen2_5_vl': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
     'qwen3_vl': (4, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true', 'context_parallel_size': 2}),
+    'internvl_hf': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
 }
 
 
@@ -152,14 +153,14 @@ def test_adapters_on_the_language_model_leave_the_images_encoder_and_train_alike
     trained = ranks.run(train, argv, world_size=1, deadline=300.)[-1]
     start = tmp_path / 'out' / 'checkpoint-1'
     base, adapter = load_file(folder / 'model.safetensors'), load_file(start / 'adapter_model.safetensors')
-    assert adapter and not any('visual' in name for name in adapter)
+    assert adapter and not any('visual' in name or 'vision_tower' in name for name in adapter)
     merged = merged_adapter(base, adapter, 16 / 4)
     assert {name for name, weight in merged.items() if not torch.allclose(weight, trained.weights[name], rtol=1e-6, atol=1e-6)} == set()
     expected = run(kind, **lora, adapters=start)
     moved = {name for name, weight in base.items() if not torch.equal(weight, expected.weights[name])}
     assert {name.removesuffix('.weight').split('.')[-1] for name in moved} == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
                                                                                'down_proj'}
-    assert not any('visual' in name for name in moved)
+    assert not any('visual' in name or 'vision_tower' in name for name in moved)
     world_size, changes = ADAPTED[kind]
     assert_same(run(kind, world_size, **lora, adapters=start, **changes), expected)
 

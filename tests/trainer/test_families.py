@@ -47,9 +47,9 @@ def train_and_compare(argv: list[str]) -> dict[str, Any]:
     return {'differences': differences, 'norms': norms, 'weights': weights}
 
 
-def arguments_of(tiny_model: Any, family: str, folder: Path, **changes: Any) -> tuple[Path, list[str]]:
+def arguments_of(tiny_model: Any, family: str, folder: Path, sizes: dict[str, Any] | None = None, **changes: Any) -> tuple[Path, list[str]]:
     kind, model_type, fields = FAMILIES[family]
-    model = tiny_model(kind, **fields)
+    model = tiny_model(kind, **{**fields, **(sizes or {})})
     experts = {'moe_router_load_balancing_type': 'none'} if family in EXPERTS else {}
     if family == 'gpt_oss':  # attention sinks
         experts['attention_backend'] = 'unfused'

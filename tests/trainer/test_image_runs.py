@@ -8,7 +8,6 @@ import pytest
 
 from swift_megatron_grpo.errors import UserError
 from tests import tiny_vision
-from tests.rank_pool import RankPool
 from tests.step.images import image_arguments
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(importlib.util.find_spec('qwen_vl_utils') is None, reason='qwen_vl_utils is not installed')]
@@ -32,6 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_vision.build('qwen2_5_vl', tmp_path_factory.mktemp('vision') / 'qwen2_5_vl')
 
 
+@pytest.fixture(scope='module')
+def internvl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.build('internvl_hf', tmp_path_factory.mktemp('vision') / 'internvl_hf')
+
+
 def dataset(folder: Path, sizes: list[tuple[int, int]], broken: int | None = None) -> Path:
     """8 rows: every fourth without an image, every fourth with two; the image of row `broken` is not one."""
     images = tiny_vision.write_images(folder / 'images', sizes)
@@ -48,7 +52,7 @@ def dataset(folder: Path, sizes: list[tuple[int, int]], broken: int | None = Non
 
 
 def arguments_of(folder: Path, model: Path, **changes: Any) -> list[str]:
-    argv = image_arguments(folder, model, 'qwen2_5_vl', None, **{'reward_funcs': 'pictures', 'max_completion_length': 12, 'num_generations': 4,
+    argv = image_arguments(folder, model, model.name, None, **{'reward_funcs': 'pictures', 'max_completion_length': 12, 'num_generations': 4,
                                                                 'global_batch_size': 16, 'steps_per_generation': 2, 'generation_batch_size': 32,
                                                                 'train_iters': 2, 'train_dataloader_shuffle': 'false', 'dataset_shuffle': 'false', **changes})
     plugin = folder / 'tiny_image_tokens.py'
@@ -87,7 +91,7 @@ def train_and_watch(argv: list[str]) -> dict[str, Any]:
         seen['engine_against_trainer'] = max(float((a - b).abs().max()) for a, b in zip(engine, own))
         positions = [(m.inputs['input_ids'].reshape(-1)[m.logit_positions_C + 1], m.target_ids_C) for step in steps for m in step.micro_batches]
         seen['targets_are_the_next_tokens'] = all(bool((a == b).all()) for a, b in positions)
-        seen['image_inputs'] = sum(m.inputs['image_grid_thw'].shape[0] for step in steps for m in step.micro_batches if 'image_grid_thw' in m.inputs)
+        seen['image_inputs'] = sum(runs_of_placeholders(m.inputs['mm_token_type_ids']) for step in steps for m in step.micro_batches)
         return generation
 
     qwen_vl_utils.fetch_image, trainer.batches.encode, trainer.collect = watched_fetch, watched_encode, watched_collect
@@ -98,28 +102,28 @@ def train_and_watch(argv: list[str]) -> dict[str, Any]:
     return seen
 
 
+def runs_of_placeholders(types: Any) -> int:
+    """How many images a micro-batch holds, by its placeholders."""
+    is_image = types.reshape(-1) == 1
+    return int(is_image.sum() - (is_image[1:] & is_image[:-1]).sum())
+
+
 SIZES = [(56, 56), (112, 64), (64, 96)]
 
 
-VLLM = {'use_vllm': 'true', 'vllm_mode': 'colocate', 'vllm_enforce_eager': 'true', 'vllm_max_model_len': 512}
-
-
+# With vLLM: test_vllm_families.py.
 ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    'transformers': ('qwen2_5_vl', 1, {}),
-    'transformers-tp2': ('qwen2_5_vl', 2, {'tensor_model_parallel_size': 2}),
-    'vllm': ('qwen2_5_vl', 1, VLLM),
+    'transformers': ('model', 1, {}),
+    'transformers-tp2': ('model', 2, {'tensor_model_parallel_size': 2}),
+    'transformers-internvl': ('internvl', 1, {}),
 }
 
 
 @pytest.mark.parametrize('engine', ENGINES)
-def test_engine_trainer_and_rewards_see_the_same_images(ranks: Any, model: Path, tmp_path: Path, engine: str) -> None:
-    _, world_size, layout = ENGINES[engine]
-    argv = arguments_of(tmp_path, model, dataset=dataset(tmp_path, SIZES), **layout)
-    if engine == 'vllm':  # it leaves global state in a process: ranks of its own
-        with RankPool(max_world=world_size) as pool:
-            results = pool.run(train_and_watch, argv, world_size=world_size, deadline=400.)
-    else:
-        results = ranks.run(train_and_watch, argv, world_size=world_size, deadline=300.)
+def test_engine_trainer_and_rewards_see_the_same_images(ranks: Any, request: pytest.FixtureRequest, tmp_path: Path, engine: str) -> None:
+    fixture, world_size, layout = ENGINES[engine]
+    argv = arguments_of(tmp_path, request.getfixturevalue(fixture), dataset=dataset(tmp_path, SIZES), **layout)
+    results = ranks.run(train_and_watch, argv, world_size=world_size, deadline=300.)
     for seen in results:
         assert seen['engine_against_trainer'] < 2e-5
         assert seen['targets_are_the_next_tokens']
