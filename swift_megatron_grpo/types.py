@@ -39,7 +39,7 @@ class Rollout:
     rollout_logprobs: list[list[float]] = field(default_factory=list)  # one value a sampled token
     finish_reason: str | None = None  # 'stop', 'length', ...
     messages: list[dict[str, Any]] = field(default_factory=list)  # the whole conversation, the answer last
-    num_prompt_tokens: int = 0  # as the engine counted; used for balancing only
+    num_prompt_tokens: int = 0  # as the engine counted: for balancing, and to see that the trainer encodes the same prompt
     rollout_infos: dict[str, Any] = field(default_factory=dict)
     media: dict[str, Any] = field(default_factory=dict)  # images/videos/audios that a multi-turn scheduler replaced
     routed_experts: Any = None  # router replay R3

@@ -15,6 +15,7 @@ from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.gkd_helpers import encode_teacher_view
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
+from swift.utils import get_logger
 from typing import Any
 
 from ..errors import RunError
@@ -22,6 +23,8 @@ from ..parallel import Topology, agree, max_over
 from ..types import MicroBatch, Rollout, TokenTable
 from .packing import balance, balance_equal_counts, pack, pack_into, round_up
 from .prompts import media_names
+
+logger = get_logger()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +80,7 @@ class BatchBuilder:
         self.template = template
         self.topology = topology
         self.device = device
+        self._prompts_differ = False  # said once
 
     def build(self, rollouts: Sequence[Rollout], samples: dict[int, Any], num_steps: int, *,
               encode: Callable[[Rollout, Any], EncodedRollout] | None = None) -> list[StepBatch]:
@@ -93,6 +97,8 @@ class BatchBuilder:
         owners = [self._assign(step) for step in steps]
         mine = [[step[i] for i in owner[self.topology.dp_rank]] for step, owner in zip(steps, owners)]
         encoded = self._encode_shared([rollout for step in mine for rollout in step], samples, encode or self.encode)
+        if encode is None:
+            self._compare_prompts([rollout for step in mine for rollout in step], encoded)
         lengths = self._completion_lengths(rollouts, encoded)
         bins = self._bins(mine, encoded)
         return [
@@ -168,6 +174,20 @@ class BatchBuilder:
         finally:
             self.template.max_length = configured
             vars(self.template).pop('_add_dynamic_eos', None)
+
+    def _compare_prompts(self, rollouts: Sequence[Rollout], encoded: dict[int, EncodedRollout]) -> None:
+        """A warning where the engine's prompt and the trainer's have different lengths: then the answer is trained behind another prompt."""
+        if self._prompts_differ or self.topology.dp_rank > 0 or self.topology.model_rank > 0:
+            return
+        for rollout in rollouts:
+            positions = encoded[rollout.index].token_positions
+            if len(rollout.response_token_ids) == 1 and positions and rollout.num_prompt_tokens not in (0, positions[0]):
+                self._prompts_differ = True
+                logger.warning(
+                    f'The engine answered rollout {rollout.index} (data set row {rollout.dataset_index}) behind a prompt of {rollout.num_prompt_tokens} tokens, '
+                    f'and the template of the trainer makes {positions[0]} of it: the policy is trained behind another prompt than it was asked. Engine and '
+                    'trainer need the same --template, --system, --max_length, --truncation_strategy and --max_pixels; a rollout server has its own.')
+                return
 
     @staticmethod
     def _check_rollout_logprobs(rollout: Rollout, num_tokens: int) -> None:

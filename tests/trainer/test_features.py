@@ -154,6 +154,17 @@ def test_an_update_that_is_left_out_moves_no_router_bias_either(run: Any, broken
     assert all(not torch.equal(second[name], third[name]) for name in biases), 'a good update moves them'
 
 
+def test_a_prompt_that_the_engine_saw_otherwise_is_said_once(run: Any, rollouts: Path) -> None:
+    """The rollouts of the fixture say 20 tokens, whatever their prompt is."""
+    (_, warnings), _ = run('other-prompts', 2, rollouts=rollouts, function=train_and_listen, train_iters=2)
+    assert not any('behind a prompt' in text for text in warnings), 'this is the last rank; the first one speaks'
+    (_, warnings), _ = run('other-prompts-alone', rollouts=rollouts, function=train_and_listen, train_iters=2)
+    report, = [text for text in warnings if 'behind a prompt of 20 tokens' in text]
+    assert 'rollout 0 (data set row 0)' in report and 'the same --template' in report
+    (_, warnings), _ = run('same-prompts', function=train_and_listen, train_iters=1, max_completion_length=4)
+    assert not any('behind a prompt' in text for text in warnings)
+
+
 def test_a_run_may_stop_instead_on_all_ranks_with_the_same_words(run: Any, broken: Path) -> None:
     with pytest.raises(RunError, match=r'step 2: the gradient norm is nan. Not finite: rollout log-probability of rollout 5 \(prompt 1\)'):
         run('stop', 2, rollouts=broken, nonfinite_update='stop', pipeline_model_parallel_size=2, **{**BROKEN, 'save_strategy': 'no'})
