@@ -288,5 +288,5 @@ def test_importing_the_patches_applies_none_and_each_has_a_passport():
         'images-without-torchvision', 'integer-splits', 'no-compilation', 'one-random-stream', 'processors-without-videos', 'quiet-random-fork',
         'transformer-engine', 'triton-names', 'uneven-lists'
     ]
-    assert len(ENGINE) == 7
+    assert len(ENGINE) == 11
     assert PLATFORM.applied == ENGINE.applied == []
