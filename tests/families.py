@@ -23,6 +23,9 @@ KINDS.update({
         'n_routed_experts': 4, 'n_shared_experts': 1, 'num_experts_per_tok': 2, 'n_group': 2, 'topk_group': 1, 'moe_intermediate_size': 48,
         'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5, 'use_qk_norm': True, 'attention_bias': True,
         'partial_rotary_factor': 0.5}, ()),
+    'dots1': ('Dots1Config', 'Dots1ForCausalLM', {
+        'n_routed_experts': 4, 'n_shared_experts': 1, 'num_experts_per_tok': 2, 'n_group': 1, 'topk_group': 1, 'moe_intermediate_size': 48,
+        'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5, 'scoring_func': 'sigmoid', 'topk_method': 'noaux_tc'}, ()),
     'minimax_m2': ('MiniMaxM2Config', 'MiniMaxM2ForCausalLM', {
         'num_local_experts': 4, 'num_experts_per_tok': 2, 'rotary_dim': 16, 'scoring_func': 'sigmoid', 'use_qk_norm': True, 'use_routing_bias': True}, ()),
     'gpt_oss': ('GptOssConfig', 'GptOssForCausalLM', {
@@ -48,6 +51,7 @@ EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     'deepseek_v3': ('deepseek_v3', 'deepseek_v3', {}),
     'deepseek_v3-groups': ('deepseek_v3', 'deepseek_v3', {'n_group': 2, 'topk_group': 1}),
     'glm4_moe': ('glm4_moe', 'glm4_moe', {}),
+    'dots1': ('dots1', 'dots1', {}),
     'olmoe': ('olmoe', 'olmoe', {}),
     'minimax_m2': ('minimax_m2', 'minimax_m2', {}),
     'gpt_oss': ('gpt_oss', 'gpt_oss', {}),  # sliding windows, sinks, biases in experts

@@ -28,6 +28,8 @@ SIZES: dict[str, dict[str, Any]] = {
     'gpt_oss': {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 10000., 'factor': 4.0, 'original_max_position_embeddings': 16,
                                     'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False}},
 }
+# vLLM has no model of its own for these and runs transformers' in it, where experts have other names: log-probabilities tell, checksums do not.
+BY_TRANSFORMERS = ('dots1', )
 IMAGES = tuple(tiny_vision.KINDS)
 ATTENTION = {'gpt_oss': {'attention_backend': 'fused'}}  # flash has no sinks
 
@@ -95,7 +97,7 @@ def test_vllm_samples_from_the_policy_after_every_weight_has_moved(engine_ranks:
     out = engine_ranks.run(sample_twice, argv, world_size=1, deadline=300.)[0]
     assert len(out['differences']) == 2 and max(out['differences']) < 2e-5
     assert out['moves'][0] > 0.1
-    assert out['uncovered'] == [], 'the checksum of each weight was compared'
+    assert out['uncovered'] == [] or family in BY_TRANSFORMERS, 'the checksum of each weight was compared'
 
 
 @pytest.mark.skipif(importlib.util.find_spec('qwen_vl_utils') is None, reason='qwen_vl_utils is not installed')
