@@ -11,7 +11,7 @@ from tests.trainer.test_vllm_families import FAMILIES as TEXT_IN_ENGINE
 from tests.trainer.test_vllm_families import IMAGES as IMAGES_IN_ENGINE
 
 PAGE = Path(__file__).resolve().parents[1] / 'docs' / 'models.md'
-COLUMNS = ('logits', 'step', 'LoRA', 'vLLM', 'TP', 'PP', 'CP', 'EP')
+COLUMNS = ('logits', 'step', 'LoRA', 'export', 'vLLM', 'TP', 'PP', 'CP', 'EP')
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -27,13 +27,14 @@ def test_the_table_is_what_the_tests_run() -> None:
     expected = {}
     for name in families.FAMILIES:
         layouts, whole = [layout for family, layout in FAMILY_RUNS if family == name], name in WHOLE_RUNS
-        expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in ADAPTED), 'vLLM': word(name in TEXT_IN_ENGINE),
+        expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in ADAPTED), 'export': word(name in TRAINED),
+                          'vLLM': word(name in TEXT_IN_ENGINE),
                           'TP': word(any(layout.tp > 1 for layout in layouts)), 'PP': word(whole or any(layout.pp > 1 for layout in layouts)),
                           'CP': word(whole or any(layout.cp > 1 for layout in layouts)),
                           'EP': word(any(layout.ep > 1 for layout in layouts), name in families.EXPERTS)}
     for name in KINDS:
         parallel = {key for kind, layout in RUNS if kind == name for key in LAYOUTS[layout][1]}
-        expected[name] = {'logits': 'yes', 'step': 'yes', 'LoRA': word(name in IMAGES_ADAPTED), 'vLLM': word(name in IMAGES_IN_ENGINE),
+        expected[name] = {'logits': 'yes', 'step': 'yes', 'LoRA': word(name in IMAGES_ADAPTED), 'export': 'yes', 'vLLM': word(name in IMAGES_IN_ENGINE),
                           'TP': word('tensor_model_parallel_size' in parallel), 'PP': word('pipeline_model_parallel_size' in parallel),
                           'CP': word('context_parallel_size' in parallel), 'EP': '-'}
     assert set(KINDS) == set(tiny_vision.KINDS)

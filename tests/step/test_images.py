@@ -72,6 +72,24 @@ def test_the_gradient_of_every_weight_is_the_one_of_transformers(run: Any, rollo
     assert outcome.column('grad_norm')[0] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_checkpoint_is_what_was_trained_and_transformers_reads_it(ranks: Any, rollouts: Path, vision_model: Any, tmp_path: Path, kind: str) -> None:
+    import transformers
+    from safetensors.torch import load_file
+    from transformers.core_model_loading import revert_weight_conversion
+    argv = image_arguments(tmp_path, vision_model(kind), kind, rollouts, **{**PLAIN, 'lr': 0.1, 'min_lr': 0.1, 'save_strategy': 'steps', 'save_steps': 1})
+    trained = ranks.run(train, argv, world_size=1, deadline=300.)[-1].weights
+    folder = tmp_path / 'out' / 'checkpoint-1'
+    stored, base = load_file(folder / 'model.safetensors'), load_file(vision_model(kind) / 'model.safetensors')
+    assert sorted(stored) == sorted(base) == sorted(trained)
+    assert [name for name, weight in stored.items() if not torch.equal(weight, trained[name])] == []
+    assert any(not torch.equal(weight, base[name]) for name, weight in stored.items())
+    model, info = getattr(transformers, tiny_vision.KINDS[kind][1]).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
+    again = revert_weight_conversion(model, dict(model.state_dict()))
+    assert [name for name, weight in stored.items() if not torch.equal(weight, again[name])] == []
+
+
 LAYOUTS = {
     'tp2': (2, {'tensor_model_parallel_size': 2}),
     'tp2-sp': (2, {'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
