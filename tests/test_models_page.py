@@ -6,7 +6,7 @@ from tests.platform.test_families import RUNS as FAMILY_RUNS
 from tests.platform.test_families import WHOLE_RUNS
 from tests.step.test_images import ADAPTED as IMAGES_ADAPTED
 from tests.step.test_images import KINDS, LAYOUTS, RUNS
-from tests.trainer.test_families import ADAPTED, TRAINED
+from tests.trainer.test_families import TRAINED
 from tests.trainer.test_vllm_families import FAMILIES as TEXT_IN_ENGINE
 from tests.trainer.test_vllm_families import IMAGES as IMAGES_IN_ENGINE
 
@@ -27,7 +27,7 @@ def test_the_table_is_what_the_tests_run() -> None:
     expected = {}
     for name in families.FAMILIES:
         layouts, whole = [layout for family, layout in FAMILY_RUNS if family == name], name in WHOLE_RUNS
-        expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in ADAPTED), 'export': word(name in TRAINED),
+        expected[name] = {'logits': 'yes', 'step': word(name in TRAINED), 'LoRA': word(name in TRAINED), 'export': word(name in TRAINED),
                           'vLLM': word(name in TEXT_IN_ENGINE),
                           'TP': word(any(layout.tp > 1 for layout in layouts)), 'PP': word(whole or any(layout.pp > 1 for layout in layouts)),
                           'CP': word(whole or any(layout.cp > 1 for layout in layouts)),

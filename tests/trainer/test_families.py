@@ -14,8 +14,6 @@ from tests.step.training import arguments
 pytestmark = pytest.mark.heavy
 
 TRAINED = list(FAMILIES)
-# Positions that are scaled and groups of experts are a matter of the forward pass, not of adapters.
-ADAPTED = [name for name in FAMILIES if not any(part in name for part in ('-rope-', '-groups'))]
 RUN = {'train_iters': 2, 'save_strategy': 'steps', 'save_steps': 2, 'no_save_optim': 'true', 'no_save_rng': 'true', 'max_completion_length': 10,
        'num_generations': 4, 'temperature': 1.0, 'lr': 1e-3}
 
@@ -85,7 +83,7 @@ def slot_of(weights: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     return matrix if leaf == 'down_proj' else matrix.unflatten(0, (-1, 2)).transpose(0, 1)
 
 
-@pytest.mark.parametrize('family', ADAPTED)
+@pytest.mark.parametrize('family', TRAINED)
 def test_a_familys_adapter_reloads_as_what_was_trained(ranks: Any, tiny_model: Any, tmp_path: Path, family: str) -> None:
     import json
     model, argv = arguments_of(tiny_model, family, tmp_path, tuner_type='lora', lora_rank=4, lora_alpha=16, target_modules='all-linear')
