@@ -73,5 +73,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def unknown_model(model: str, model_type: str | None, known: list[str]) -> UserError:
     """For a family that mcore-bridge has no conversion of."""
+    hint = (' A Mistral without a sliding window is a Llama: with "model_type": "llama" and "architectures": ["LlamaForCausalLM"] in its config.json, and '
+            '--model_type llama, it trains as one.') if model_type == 'mistral' else ''
     return UserError(f'{model}: mcore-bridge, which builds the Megatron model and converts its weights, does not know the family '
-                     f'{model_type or "of this model"}. It knows {", ".join(known)}. Train it without --backend megatron.')
+                     f'{model_type or "of this model"}. It knows {", ".join(known)}. Train it without --backend megatron.{hint}')

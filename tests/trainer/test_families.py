@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import tiny_models
 from tests.families import EXPERTS, FAMILIES
 from tests.step.training import arguments
 
@@ -71,6 +72,29 @@ def test_a_family_samples_trains_and_reloads(ranks: Any, tiny_model: Any, tmp_pa
     from transformers.core_model_loading import revert_weight_conversion
     again = revert_weight_conversion(reloaded, dict(reloaded.state_dict()))
     assert [name for name, weight in stored.items() if not torch.equal(weight, again[name])] == []
+
+
+def test_a_mistral_trains_as_the_llama_that_it_is(ranks: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """What the message about families without a conversion recommends."""
+    import json
+    import shutil
+
+    from transformers import AutoModelForCausalLM
+    tiny_models.KINDS.setdefault('mistral', ('MistralConfig', 'MistralForCausalLM', {'sliding_window': 64}, ()))
+    mistral = tiny_model('mistral', sliding_window=None)
+    model = tmp_path / 'model'
+    shutil.copytree(mistral, model)
+    config = json.loads((model / 'config.json').read_text())
+    (model / 'config.json').write_text(json.dumps({**config, 'model_type': 'llama', 'architectures': ['LlamaForCausalLM']}))
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits for folder in (mistral, model)]
+    assert torch.equal(*logits)
+    argv = arguments(tmp_path, model, None, **{**RUN, 'model_type': 'llama', 'output_dir': tmp_path / 'out'})
+    out = ranks.run(train_and_compare, argv, world_size=1, deadline=300.)[0]
+    assert max(out['differences']) < 2e-5 and max(out['norms']) > 0.01
+    stored = load_file(tmp_path / 'out' / 'checkpoint-2' / 'model.safetensors')
+    assert sorted(stored) == sorted(load_file(mistral / 'model.safetensors'))
 
 
 def slot_of(weights: dict[str, torch.Tensor], module: str) -> torch.Tensor:
