@@ -184,6 +184,12 @@ def _save_weights(trainer: Any, folder: str, *, peft_format: bool) -> None:
         args=args,
         processor=trainer.template.processor,
         save_missing_weights=args.save_missing_weights and args.model_dir)
+    adapter_config = os.path.join(folder, 'adapter_config.json')
+    if peft_format and is_master() and os.path.exists(adapter_config):
+        with open(adapter_config, encoding='utf-8') as file:
+            config = json.load(file)
+        config['base_model_name_or_path'] = args.model_dir  # what AutoPeftModel loads; mcore-bridge leaves it out
+        write_json(adapter_config, config)
 
 
 def _write_pending(trainer: Any, folder: str) -> None:

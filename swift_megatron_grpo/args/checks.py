@@ -92,6 +92,8 @@ def check_all(t: Translation, config: dict[str, Any] | None) -> None:
         check(t)
     if config is not None:
         against_model(t, config)
+    elif t.effective('model_type') is not None:
+        against_family(t, {'model_type': t.effective('model_type')})
 
 
 def required(t: Translation) -> None:
@@ -382,8 +384,8 @@ def _optimizer(t: Translation) -> None:
         (t.warnings if t.asked('dry_run') not in (None, 'false') else t.errors).append(missing)
 
 
-def against_model(t: Translation, config: Mapping[str, Any]) -> None:
-    """What this model cannot be trained with, and sizes that must divide its own."""
+def against_family(t: Translation, config: Mapping[str, Any]) -> None:
+    """What a family cannot be trained with; `config`: config.json, or as much of it as is known."""
     length = t.effective('max_length')
     t.errors += model_checks.problems(
         config,
@@ -397,8 +399,13 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
     if t.effective('tuner_type') == 'lora' and not t.effective('merge_lora'):
         note = model_checks.adapter_warning(config, t.effective('target_modules') or ['all-linear'])
         t.warnings += [note] if note else []
+    family_limits(t, model_files.text_config(dict(config)))
+
+
+def against_model(t: Translation, config: Mapping[str, Any]) -> None:
+    """What this model cannot be trained with, and sizes that must divide its own."""
+    against_family(t, config)
     text = model_files.text_config(dict(config))
-    family_limits(t, text)
     heads, layers = text.get('num_attention_heads'), text.get('num_hidden_layers')
     _tp, pp, ep = (t.effective(f'{name}_parallel_size') for name in ('tensor_model', 'pipeline_model', 'expert_model'))
     vpp = t.effective('virtual_pipeline_model_parallel_size') or 1

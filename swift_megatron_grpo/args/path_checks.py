@@ -40,6 +40,7 @@ def paths(t: Translation) -> None:
                 local = model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info')
             if local:
                 _must_exist(t, name, path)
+    _can_be_written(t, 'output_dir')
     model = t.effective('model')
     if (
         isinstance(model, str)
@@ -53,6 +54,17 @@ def paths(t: Translation) -> None:
     resume = t.effective('resume_from_checkpoint')
     if isinstance(resume, str) and os.path.isdir(resume):
         _can_be_resumed(t, resume)
+
+
+def _can_be_written(t: Translation, name: str) -> None:
+    """Whether a folder is there and can be written, or could be made."""
+    path = os.path.abspath(os.path.expanduser(str(t.effective(name))))
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        t.errors.append(f'--{name} {t.effective(name)} cannot be made: {path} is not a folder.')
+    elif not os.access(path, os.W_OK) and not t.elsewhere:
+        t.errors.append(f'--{name} {t.effective(name)} cannot be written: there is no permission to write in {path}.')
 
 
 def _can_be_resumed(t: Translation, folder: str) -> None:
@@ -75,7 +87,20 @@ def _can_be_resumed(t: Translation, folder: str) -> None:
             saved = json.load(file)
     except (OSError, ValueError):
         return
-    if isinstance(saved, dict) and saved.get('no_save_optim') and not t.effective('resume_only_model'):
+    if not isinstance(saved, dict):
+        return
+    names = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
+    before, now = [saved.get(name) for name in names], [t.effective(name) for name in names]
+    if None not in before and before != now and t.effective('use_distributed_optimizer') and not t.effective('resume_only_model'):
+        t.errors.append(
+            f'--resume_from_checkpoint {folder} was written with TP {before[0]} and PP {before[1]}, and this run has TP {now[0]} and PP {now[1]}: '
+            "Megatron's distributed optimizer cannot be loaded into another layout. Keep the layout, or take the weights alone: --resume_only_model true."
+        )
+    if saved.get('tuner_type') not in (None, t.effective('tuner_type')):
+        t.errors.append(
+            f'--resume_from_checkpoint {folder} is of --tuner_type {saved["tuner_type"]}, and this run has --tuner_type {t.effective("tuner_type")}.'
+        )
+    if saved.get('no_save_optim') and not t.effective('resume_only_model'):
         t.errors.append(
             f'--resume_from_checkpoint {folder} was saved without optimizer state (save_only_model true), so the run cannot go on where it '
             'stopped. To start anew from its weights: --resume_only_model true.'

@@ -252,8 +252,9 @@ def _evaluation_defaults(t: Translation) -> None:
                 f'--split_dataset_ratio), so nothing is '
                 'evaluated, as in swift rlhf.'
             )
-        elif t.asked('eval_steps') is not None:
-            t.warnings.append('--eval_steps is given, and there is no validation data (--val_dataset or --split_dataset_ratio): nothing is evaluated.')
+        elif t.asked('eval_steps') is not None or t.asked('eval_on_start'):
+            name = 'eval_steps' if t.asked('eval_steps') is not None else 'eval_on_start'
+            t.warnings.append(f'--{name} is given, and there is no validation data (--val_dataset or --split_dataset_ratio): nothing is evaluated.')
         strategy = 'no'
     t.values['eval_strategy'], t.source['eval_strategy'] = strategy, 'eval_strategy'
     if strategy == 'no':
@@ -329,6 +330,6 @@ def _fill(plan: Plan, t: Translation, batch: BatchPlan | None, world_size: int, 
         plan.memory = estimate_for(t, batch, config)
     elif config is None and t.effective('model') and is_dry_run(t):
         t.warnings.append(
-            f'No memory estimate: config.json of {t.effective("model")} is neither in a local folder nor in the Hugging Face '
-            f'or ModelScope cache.'
+            f'No memory estimate, and no check of family, attention and layout against the model: config.json of {t.effective("model")} is neither in '
+            f'a local folder nor in the Hugging Face or ModelScope cache.'
         )

@@ -28,8 +28,9 @@ def torchrun_arguments(environ: Mapping[str, str]) -> list[str] | None:
 def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command to its end and return its exit code (128 + n when signal n ended it, as shells have it).
 
-    SIGTERM and SIGHUP are passed on. Ctrl-C reaches the workers through the terminal; they are terminated when that is not enough. The
-    handlers raise nothing: an exception between the end of the child and the reading of its status would lose the status.
+    SIGTERM, SIGHUP and SIGUSR1 (the request to save and end) are passed on. Ctrl-C reaches the workers through the terminal; they are
+    terminated when that is not enough. The handlers raise nothing: an exception between the end of the child and the reading of its
+    status would lose the status.
     """
     process = subprocess.Popen(list(command), env=dict(environ))
     timers: list[threading.Timer] = []
@@ -45,7 +46,7 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
                 timer.start()
                 timers.append(timer)
 
-    handlers = {signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGINT: interrupt}
+    handlers = {signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGUSR1: forward, signal.SIGINT: interrupt}
     in_main_thread = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()} if in_main_thread else {}
     try:

@@ -4,9 +4,23 @@ Torchrun ends with code 1 and a page about itself when a worker exits with an er
 rank. Set TORCHELASTIC_LOG=1 to get that page back. Runs as a file: `python torchrun.py --nproc_per_node 2 worker.py ...`.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+
+
+def pass_on(number, frame) -> None:
+    """SIGUSR1 asks a run to save and end; torchrun itself would die of it and leave the workers behind. Linux tells a process its children."""
+    try:
+        with open(f'/proc/{os.getpid()}/task/{os.getpid()}/children', encoding='ascii') as file:
+            children = [int(word) for word in file.read().split()]
+    except OSError:
+        return
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
 
 
 def main() -> None:
@@ -14,6 +28,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    signal.signal(signal.SIGUSR1, pass_on)
     verbose = os.environ.get('TORCHELASTIC_LOG') == '1'
     if not verbose:
         logging.disable(logging.ERROR)  # torchrun's loggers set levels of their own; the workers are other processes

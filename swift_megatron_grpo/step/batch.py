@@ -181,7 +181,8 @@ class BatchBuilder:
             return
         for rollout in rollouts:
             positions = encoded[rollout.index].token_positions
-            if len(rollout.response_token_ids) == 1 and positions and rollout.num_prompt_tokens not in (0, positions[0]):
+            masked = any(mask[:1] == [0] for mask in rollout.response_loss_mask)  # the answer begins with what carries no loss
+            if len(rollout.response_token_ids) == 1 and positions and not masked and rollout.num_prompt_tokens not in (0, positions[0]):
                 self._prompts_differ = True
                 logger.warning(
                     f'The engine answered rollout {rollout.index} (data set row {rollout.dataset_index}) behind a prompt of {rollout.num_prompt_tokens} tokens, '

@@ -93,7 +93,11 @@ class PromptSource:
         return self._order[1]
 
     def _prompt(self, index: int) -> Prompt:
-        return Prompt(dataset_index=index, row=self.dataset[index])
+        row = self.dataset[index]
+        if not row.get('messages'):
+            raise UserError(f'Data set row {index} has no messages (it has {", ".join(name for name, value in row.items() if value) or "nothing"}). Each row '
+                            'needs `messages` with a user turn, or `query`; take the row out, or name its columns with --columns.')
+        return Prompt(dataset_index=index, row=row)
 
 
 class StreamingPromptSource:

@@ -602,6 +602,31 @@ def test_what_a_config_json_says_of_a_family(text, error, warning, workplace):
     assert any(warning in message for message in plan.warnings) if warning else not any('adapters of experts' in message for message in plan.warnings)
 
 
+def test_a_checkpoint_of_another_layout_or_tuner_cannot_be_gone_on_from(workplace):
+    folder = workplace / 'checkpoint-2'
+    folder.mkdir()
+    (folder / 'latest_checkpointed_iteration.txt').write_text('2')
+    (folder / 'args.json').write_text(json.dumps({'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 1, 'tuner_type': 'full'}))
+    resume = f'--resume_from_checkpoint {folder} --tuner_type full'
+    assert any('with TP 2 and PP 1, and this run has TP 1 and PP 1' in error for error in plan_of(resume).errors)
+    assert not any('with TP 2' in error for error in plan_of(f'{resume} --resume_only_model true').errors)
+    assert any('is of --tuner_type full, and this run has --tuner_type lora' in error for error in plan_of(resume.replace(' full', ' lora')).errors)
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(workplace):
+    (workplace / 'afile').write_text('')
+    assert any('afile is not a folder' in error for error in plan_of('--output_dir afile/out').errors)
+    assert not any('--output_dir' in error for error in plan_of('--output_dir new/er/out').errors)
+
+
+def test_a_model_that_is_not_here_is_held_against_its_model_type(workplace):
+    argv = BASE.replace('--model tiny', '--model mistralai/Mistral-7B-v0.3').split()
+    plan = resolve([*argv, '--model_type', 'mistral', '--dry_run', 'true'], {})
+    assert any('does not know the family mistral' in error for error in plan.errors)
+    assert any('no check of family' in warning for warning in plan.warnings)
+    assert any('--eval_on_start is given, and there is no validation data' in warning for warning in plan_of('--eval_on_start true').warnings)
+
+
 @pytest.mark.parametrize(
     ('text', 'words'),
     [

@@ -166,7 +166,7 @@ def test_a_worker_that_fails_ends_all_ranks_at_once_with_its_own_words_and_code(
     assert not any(is_alive(worker['pid']) for worker in reports(tmp_path))
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize('world', [1, 2])
 def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
     environ = stub_env.environ(STUB_OUT=str(tmp_path), STUB_DO='wait', **(TORCHRUN_2 if world == 2 else {}))
