@@ -33,19 +33,28 @@ class Difference:
 def read_steps(run: str) -> dict[int, dict[str, float]]:
     """Optimizer step -> its numbers, from a run's folder, from a folder that holds one run, or from the file itself. Raises UserError."""
     path = _log_of(run)
+    try:
+        text = path.read_text(encoding='utf-8-sig')
+    except (OSError, ValueError) as error:
+        raise UserError(f'{path} cannot be read: {error}. Give the {LOG} of a run.') from None
     steps: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), start=1):
+    for number, line in enumerate(text.split('\n'), start=1):  # not splitlines: JSON may hold other separators
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f'{path}, line {number}: not JSON. The run that wrote it may have been ended while it wrote.') from None
-        if 'grad_norm' in row and 'iteration' in row:
-            step = int(str(row['iteration']).partition('/')[0])
-            steps[step] = {
-                name: float(value)
-                for name, value in row.items()
-                if isinstance(value, (int, float)) and not name.startswith(_OF_THE_MACHINE)
-            }
+        if isinstance(row, dict) and 'grad_norm' in row and 'iteration' in row:
+            try:
+                step = int(str(row['iteration']).partition('/')[0])
+                steps[step] = {
+                    name: float(value)
+                    for name, value in row.items()
+                    if isinstance(value, (int, float)) and name != 'iteration' and not name.startswith(_OF_THE_MACHINE)
+                }
+            except (ValueError, OverflowError) as error:
+                raise UserError(f'{path}, line {number}: not a line of the log of a run ({error}).') from None
     if not steps:
         raise UserError(f'{path} holds no optimizer step.')
     return steps

@@ -103,6 +103,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
         self.stop = StopRequest()
+        self._misses_best_metric = False  # said once
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -303,9 +304,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.residency.to(Stage.TRAINING)
         scored = ScoredRollouts.joined(batches)  # the last batch can be smaller than the others
         metrics = {**self.learner.reward_metrics(scored), **completion_metrics(scored.rollouts)}
+        self._ask_for_best_metric(metrics)
         self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
         self.call_event('on_eval_end')
         return metrics
+
+    def _ask_for_best_metric(self, metrics: dict[str, float]) -> None:
+        """A warning where nothing can be the best, said once: ms-swift passes over an evaluation without the metric in silence."""
+        args, name = self.args, self.args.metric_for_best_model
+        if name not in metrics and not self._misses_best_metric and (args.early_stop_interval is not None or args.load_best_model_at_end):
+            self._misses_best_metric = True
+            logger.warning(f'--metric_for_best_model {name}: this evaluation has no such metric, so that no checkpoint of it counts as better or as no '
+                           f'better. The evaluation has: {", ".join(sorted(metrics))}.')
 
     # -- what the base class asks for --------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,26 @@ def test_what_cannot_be_compared_is_an_error(tmp_path: Path, capsys: Any) -> Non
     assert main(['compare', a, str(tmp_path / 'many')]) == 2 and 'holds 2 runs' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('content, said', [
+    (b'5\nnull\n"grad_norm iteration"\n["grad_norm", "iteration"]\n', 'holds no optimizer step'),
+    (b'{"grad_norm": 1, "iteration": null}\n', "line 1: not a line of the log of a run (invalid literal for int() with base 10: 'None')"),
+    (b'\n{"grad_norm": 1' + b'0' * 400 + b', "iteration": "1/4"}\n', 'line 2: not a line of the log of a run (int too large'),
+    (b'[' * 100_000, 'line 1: not JSON'),
+    (b'\xff\xfe\x00', 'cannot be read'),
+])
+def test_what_is_no_log_is_an_error(tmp_path: Path, capsys: Any, content: bytes, said: str) -> None:
+    a, other = run_of(tmp_path / 'a', row(1)), tmp_path / 'other.jsonl'
+    other.write_bytes(content)
+    assert main(['compare', a, str(other)]) == 2 and said in capsys.readouterr().err
+
+
+def test_what_editors_and_other_writers_leave_in_a_log_is_read(tmp_path: Path, capsys: Any) -> None:
+    a, other = run_of(tmp_path / 'a', row(1), row(2)), tmp_path / 'other.jsonl'
+    lines = [json.dumps({**row(1), 'note': 'a\u2028b'}, ensure_ascii=False), '', json.dumps({**row(2), 'iteration': 2}), '', '']
+    other.write_text('\ufeff' + '\r\n'.join(lines), encoding='utf-8')
+    assert main(['compare', a, str(other)]) == 0 and 'all 3 metrics agree' in capsys.readouterr().out
+
+
 def train(argv: list[str]) -> None:
     from tests.rollouts.running import trainer_and_data
     trainer, datasets = trainer_and_data(argv)

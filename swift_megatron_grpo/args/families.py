@@ -30,7 +30,8 @@ def unknown_family(families: Families, config: Mapping[str, Any], model_type: st
     if model_type is not None:
         types = {model_type} if model_type in set().union(*families.architectures.values()) else set()
     else:
-        types = set().union(*(families.architectures.get(name, set()) for name in config.get('architectures') or []))
+        named = config.get('architectures')
+        types = set().union(*(families.architectures.get(name, set()) for name in (named if isinstance(named, list) else []) if isinstance(name, str)))
     return None if not types or types & families.convertible else str(model_type or config.get('model_type') or min(types))
 
 

@@ -36,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     """The configuration, or None where it is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

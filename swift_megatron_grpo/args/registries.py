@@ -25,6 +25,9 @@ CONSTANTS = {
 }
 _WELL_KNOWN = sys.stdlib_module_names | {'swift', 'swift_megatron_grpo', 'torch', 'numpy', 'transformers', 'datasets', 'PIL', 'requests'}
 
+# by which a plugin runs a module that no import statement names
+_RUNS_OTHER_TEXT = ('import_module', '__import__', 'spec_from', 'runpy', 'exec(', 'eval(')
+
 
 @functools.cache
 def builtin_names(registry: str) -> frozenset[str] | None:
@@ -59,9 +62,8 @@ def _keys(source: str, registry: str) -> tuple[set[str], bool]:
     """(names registered in a source text, whether it registers some that cannot be read off)."""
     names: set[str] = set()
     unclear = False
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
+    tree = _parsed(source)
+    if tree is None:
         return names, True
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -83,9 +85,20 @@ def _is(node: ast.expr, registry: str) -> bool:
     return (isinstance(node, ast.Name) and node.id == registry) or (isinstance(node, ast.Attribute) and node.attr == registry)
 
 
+def _parsed(source: str) -> ast.Module | None:
+    """None for what is no Python, or nests deeper than Python reads."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
 def _imports_well_known_only(source: str) -> bool:
-    """Whether a source text imports only packages that fill no registry."""
-    for node in ast.walk(ast.parse(source)):
+    """Whether a source text imports only packages that fill no registry, and runs no other text."""
+    tree = _parsed(source)
+    if tree is None or any(word in source for word in _RUNS_OTHER_TEXT):
+        return False
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             if node.level or (node.module or '').split('.')[0] not in _WELL_KNOWN:
                 return False
@@ -94,11 +107,11 @@ def _imports_well_known_only(source: str) -> bool:
     return True
 
 
-def known_names(registry: str, plugins: Sequence[str]) -> set[str] | None:
+def known_names(registry: str, plugins: Sequence[str], name: str) -> set[str] | None:
     """All names of a registry that a run with these plugin files would know; None where that cannot be told from the text.
 
     A plugin that registers none itself may do so in a module that it imports; it counts as clear only where it imports nothing but
-    well-known packages.
+    well-known packages. One that has `name` in its text may register it in a way that is not read here (`orms |= ...`, another word for orms).
     """
     builtin = builtin_names(registry)
     if builtin is None:
@@ -110,7 +123,7 @@ def known_names(registry: str, plugins: Sequence[str]) -> set[str] | None:
             return None
         source = Path(path).read_text(encoding='utf-8', errors='replace')
         own, unclear = _keys(source, registry)
-        if unclear or not (own or _imports_well_known_only(source)):
+        if unclear or (name in source and name not in own) or not (own or _imports_well_known_only(source)):
             return None
         names |= own
     return names
@@ -118,7 +131,7 @@ def known_names(registry: str, plugins: Sequence[str]) -> set[str] | None:
 
 def unknown_name(argument: str, name: str, registry: str, plugins: Sequence[str] | None) -> list[str]:
     """One message where a name is neither built in nor registered by a plugin, as far as their texts tell; an empty list else."""
-    known = known_names(registry, plugins or [])
+    known = known_names(registry, plugins or [], name)
     if known is None or name in known:
         return []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -147,5 +160,5 @@ def _registers_none(plugin: str, function: str) -> bool:
     try:
         source = Path(os.path.expanduser(plugin)).read_text(encoding='utf-8', errors='replace')
         return function not in source and _imports_well_known_only(source)
-    except (OSError, SyntaxError):
+    except (OSError, ValueError):
         return False

@@ -148,7 +148,7 @@ class TransformersRolloutEngine(RolloutEngine):
         config = limited.request_config(seed=None)  # this engine draws from torch's generator, below
         self.engine.temperature = sampling.temperature or 1.0
         plain = [InferRequest(messages=copy.deepcopy(r.messages), images=r.images, audios=r.audios, videos=r.videos, tools=r.tools,
-                              objects=r.objects) for r in requests]
+                              objects=r.objects, chat_template_kwargs=r.chat_template_kwargs) for r in requests]
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(sampling.seed)

@@ -432,6 +432,22 @@ def test_a_reward_of_a_plugin_is_read_from_its_source(workplace):
     )
 
 
+@pytest.mark.parametrize('text', [
+    "orms |= {'mine': ORM}", "registry = orms\nregistry['mine'] = ORM", "orms.__setitem__('mine', ORM)", "orms: dict = {'mine': ORM}",
+    "import importlib\nimportlib.import_module('of_my_own')", "__import__('of_my_own')", "exec(open('of_my_own.py').read())",
+    'x' + '.a' * 20_000, '-' * 50_000 + '1',
+])  # fmt: skip
+def test_a_plugin_that_may_register_a_name_in_another_way_is_left_to_the_worker(workplace, text):
+    (workplace / 'plug.py').write_text(f'from swift.rewards import ORM, orms\n{text}\n', encoding='utf-8')
+    assert other_errors(plan_of('--external_plugins plug.py --reward_funcs mine')) == []
+
+
+@pytest.mark.parametrize('text', ["import importlib\nimportlib.import_module('of_my_own')", 'x' + '.a' * 20_000])
+def test_a_plugin_that_may_register_a_model_in_another_way_is_left_to_the_worker(workplace, text):
+    (workplace / 'plug.py').write_text(f'{text}\n', encoding='utf-8')
+    assert other_errors(plan_of('--external_plugins plug.py --model_type of_my_own')) == []
+
+
 def test_a_resumed_run_names_megatrons_checkpoint_arguments(workplace):
     (workplace / 'checkpoint-5').mkdir()
     assert 'not a complete checkpoint' in plan_of('--resume_from_checkpoint checkpoint-5').errors[0]

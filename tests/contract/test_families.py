@@ -51,6 +51,8 @@ def test_names_of_model_types_and_templates_are_those_of_the_registries(live):
     ({'architectures': ['OfMyOwnForCausalLM'], 'model_type': 'own'}, 'gemma2', 'gemma2'),
     ({}, 'qwen3', None),
     ({}, None, None),
+    ({'architectures': 5}, None, None),
+    ({'architectures': [['Qwen2ForCausalLM'], None]}, None, None),
 ])
 def test_a_family_without_conversion_is_told_from_config_json(config, given, unknown):
     assert unknown_family(known_families(), config, given) == unknown

@@ -165,6 +165,37 @@ def test_a_prompt_that_the_engine_saw_otherwise_is_said_once(run: Any, rollouts:
     assert not any('behind a prompt' in text for text in warnings)
 
 
+def test_a_row_that_shapes_its_prompt_is_sampled_behind_what_is_trained(run: Any, tmp_path: Path) -> None:
+    """chat_template_kwargs of a row reach the engine, too."""
+    data = tmp_path / 'prompts.jsonl'
+    data.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "chat_template_kwargs": {"response_prefix": "The answer is "}}\n' * 16)
+    (_, warnings), folder = run('row-kwargs', function=train_and_listen, dataset=data, train_iters=1, max_completion_length=4,
+                                save_rollouts=tmp_path / 'rollouts')
+    assert not any('behind a prompt' in text for text in warnings)
+    (_, _), _ = run('row-plain', function=train_and_listen, train_iters=1, max_completion_length=4, save_rollouts=tmp_path / 'plain',
+                    dataset=_without(data, tmp_path))
+    prompts = [json.loads((tmp_path / name / 'generation-000000.jsonl').read_text().splitlines()[1])['num_prompt_tokens'] for name in ('rollouts', 'plain')]
+    assert prompts[0] > prompts[1] > 0
+
+
+def _without(data: Path, folder: Path) -> Path:
+    path = folder / 'plain.jsonl'
+    path.write_text(''.join(json.dumps({'messages': json.loads(line)['messages']}) + '\n' for line in data.read_text().splitlines()))
+    return path
+
+
+def test_a_best_metric_that_no_evaluation_has_is_said_once(run: Any, tmp_path: Path) -> None:
+    val = tmp_path / 'val.jsonl'
+    val.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}\n' * 2)
+    changes = {'val_dataset': val, 'eval_strategy': 'steps', 'eval_steps': 1, 'save_strategy': 'steps', 'save_steps': 1, 'max_completion_length': 4,
+               'train_iters': 2, 'early_stop_interval': 1}
+    (_, warnings), _ = run('no-such-metric', function=train_and_listen, metric_for_best_model='eval_accuracy', **changes)
+    said, = [text for text in warnings if 'metric_for_best_model accuracy' in text]
+    assert 'The evaluation has: ' in said and 'reward' in said
+    (_, warnings), _ = run('a-metric', function=train_and_listen, **changes)
+    assert not any('metric_for_best_model' in text for text in warnings)
+
+
 def test_a_run_may_stop_instead_on_all_ranks_with_the_same_words(run: Any, broken: Path) -> None:
     with pytest.raises(RunError, match=r'step 2: the gradient norm is nan. Not finite: rollout log-probability of rollout 5 \(prompt 1\)'):
         run('stop', 2, rollouts=broken, nonfinite_update='stop', pipeline_model_parallel_size=2, **{**BROKEN, 'save_strategy': 'no'})
