@@ -94,7 +94,7 @@ class PromptSource:
 
     def _prompt(self, index: int) -> Prompt:
         row = self.dataset[index]
-        if not row.get('messages'):
+        if row.get('messages') is None:
             raise UserError(f'Data set row {index} has no messages (it has {", ".join(name for name, value in row.items() if value) or "nothing"}). Each row '
                             'needs `messages` with a user turn, or `query`; take the row out, or name its columns with --columns.')
         return Prompt(dataset_index=index, row=row)
