@@ -31,10 +31,10 @@ def main() -> None:
         gc.freeze()
         done.append(True)
     except UserError as error:
-        _say_once(rank, f'error: {error}')
+        _say_once(rank, f'\nerror: {error}')  # a progress bar of another rank may stand on this line
         leave(2)
     except RunError as error:
-        print(f'error: rank {rank}: {error}', file=sys.stderr, flush=True)
+        print(f'\nerror: rank {rank}: {error}', file=sys.stderr, flush=True)
         leave(1)
     except KeyboardInterrupt:
         leave(130)
