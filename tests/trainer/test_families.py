@@ -115,7 +115,9 @@ def test_a_familys_adapter_reloads_as_what_was_trained(ranks: Any, tiny_model: A
     assert max(out['differences']) < 2e-5
     folder = tmp_path / 'out' / 'checkpoint-2'
     base, adapter = load_file(model / 'model.safetensors'), load_file(folder / 'adapter_model.safetensors')
-    scale = json.loads((folder / 'adapter_config.json').read_text())['lora_alpha'] / 4
+    config = json.loads((folder / 'adapter_config.json').read_text())
+    assert config['base_model_name_or_path'] == str(model)
+    scale = config['lora_alpha'] / 4
     merged = {name: weight.clone() for name, weight in base.items()}
     for name, factor in adapter.items():
         if name.endswith('lora_A.weight'):
