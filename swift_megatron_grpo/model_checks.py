@@ -10,7 +10,7 @@ from .errors import UserError
 # mcore-bridge hands the window of these families on to Megatron-Core; of all others it drops it.
 _WINDOWS_KEPT = ('gpt_oss', 'gemma4', 'gemma4_unified', 'muse_glimmer', 'deepseek_v4', 'deepseek_v41')
 # Families with a learned sink in each attention head, which flash attention has no place for.
-_WITH_SINKS = ('gpt_oss', )
+WITH_SINKS = ('gpt_oss', )
 # Families whose checkpoints hold all experts of a layer in one tensor; mcore-bridge writes their adapters by expert.
 _EXPERTS_IN_ONE = ('gpt_oss', 'qwen3_vl_moe', 'llama4', 'gemma4')
 
@@ -30,7 +30,7 @@ def problems(config: Mapping[str, Any], *, longest: int | None, attention_backen
             f'{family}: attention of this model is limited to the last {window} tokens, and mcore-bridge would train it without that limit, on '
             f'sequences of up to {longest or "any number of"} tokens. Keep max_length + max_completion_length within {window}, or set '
             'use_sliding_window to false in its config.json, if it was trained so.')
-    if family in _WITH_SINKS and attention_backend.startswith('flash'):
+    if family in WITH_SINKS and attention_backend.startswith('flash'):
         found.append(f'{family}: its attention has learned sinks, and --attention_backend {attention_backend} knows none. Give --attention_backend '
                      'fused (cuDNN), or unfused, which does without packing (--padding_free false).')
     return found

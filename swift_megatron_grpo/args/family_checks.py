@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..model_checks import WITH_SINKS
 from .translation import Translation
-
-# Families whose attention has sinks: Megatron's softmax_type 'learnable', and biases in their experts.
-_SINKS = ('gpt_oss', )
 
 
 def family_limits(t: Translation, text: Mapping[str, Any]) -> None:
     """`text`: the language model's part of config.json."""
-    if text.get('model_type') in _SINKS:
+    if text.get('model_type') in WITH_SINKS:
         _sinks(t)
     if text.get('kv_lora_rank'):
         _latent_attention(t)
