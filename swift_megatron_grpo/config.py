@@ -13,8 +13,8 @@ from swift.megatron.arguments import MegatronRLHFArguments
 from typing import Any, List, Literal, Optional, Union
 
 from . import cpu, engines
+from .args.model_checks import unknown_model
 from .errors import UserError
-from .model_checks import unknown_model
 
 # Upstream's argument check refuses these for Megatron GRPO; this trainer implements them.
 _IMPLEMENTED_HERE = {'async_generate': False, 'sync_ref_model': False, 'num_iterations': 1, 'use_vllm': True}

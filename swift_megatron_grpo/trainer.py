@@ -18,8 +18,9 @@ from swift.rlhf_trainers.utils import identity_data_collator
 from swift.utils import get_current_device, get_logger
 from typing import Any
 
-from . import checkpoint, model_checks
+from . import checkpoint
 from .adapter_start import draw_adapters
+from .args import model_checks
 from .callbacks import CompletionsWriter
 from .checkpoint import Progress
 from .deadlines import deadline

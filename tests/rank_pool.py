@@ -90,11 +90,14 @@ class _ForkServer:
     """The process that workers are forks of, seen from the test's side; one for each process that has pools. It ends with that process."""
 
     _of_process: dict[int, '_ForkServer'] = {}
+    _failure: dict[int, str] = {}  # what cannot be imported is told at once to each of hundreds of tests
 
     @classmethod
     def get(cls) -> '_ForkServer':
         """The one of this process. Started where there is none, or where it has died."""
         server = cls._of_process.get(os.getpid())
+        if os.getpid() in cls._failure:
+            raise RankFailure(cls._failure[os.getpid()])
         if server is None or server.process.poll() is not None:
             server = cls._of_process[os.getpid()] = cls()
             atexit.register(server.close)
@@ -116,7 +119,10 @@ class _ForkServer:
         if answer is None or answer.error is not None:
             text = answer.trace if answer is not None else self.tail()
             self.close()
-            raise RankFailure(f'the process that ranks are forks of did not start:\n{text}')
+            failure = f'the process that ranks are forks of did not start:\n{text}'
+            if answer is not None:
+                self._failure[os.getpid()] = failure
+            raise RankFailure(failure)
 
     def tail(self) -> str:
         size = os.fstat(self.log.fileno()).st_size

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[1] / 'swift_megatron_grpo'
 HEAVY = ('torch', 'megatron', 'mcore_bridge', 'swift', 'vllm', 'transformers', 'transformer_engine', 'peft', 'accelerate', 'datasets', 'numpy')
 TORCH_BRINGS = {'numpy'}
@@ -14,7 +16,6 @@ TIERS = {
     'compare.py': 0,
     'errors.py': 0,
     'passport.py': 0,
-    'model_checks.py': 0,
     'args/': 0,
     'hooks/': 0,
     'deadlines.py': 0,
@@ -94,3 +95,44 @@ def test_every_listed_file_is_there():
 
 def test_the_tier_of_each_file_is_decided_by_the_longest_prefix():
     assert [tier('args/batch_plan.py'), tier('errors.py'), tier('trainer.py'), tier('cpu/te/linear.py'), tier('step/loss.py')] == [0, 0, 2, 2, 1]
+
+
+# Imports everything, so that what others wrote is there, then forgets this package in a child for each module and imports that one first.
+ONE_BY_ONE = """
+import importlib, os, sys, traceback
+if {activate}:
+    from swift_megatron_grpo import cpu
+    cpu.activate()
+for name in {names!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass  # a circle, which its own child tells better
+failed = []
+for name in {names!r}:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        for loaded in [known for known in sys.modules if known.partition('.')[0] == 'swift_megatron_grpo']:
+            del sys.modules[loaded]
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            print(name, traceback.format_exc(), sep='\\n', flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        failed.append(name)
+print('failed:', *failed)
+"""
+
+
+@pytest.mark.parametrize('wanted', [0, 1, 2])
+def test_every_module_can_be_the_first_to_be_imported(wanted):
+    """Circles of imports break for whoever comes in by the other door: the command, a worker, a test."""
+    program = ONE_BY_ONE.format(names=modules(wanted), activate=wanted == 2)
+    done = subprocess.run(
+        [sys.executable, '-c', program], cwd=PACKAGE.parent, text=True, capture_output=True, timeout=300, stdin=subprocess.DEVNULL, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == 'failed:', done.stdout

@@ -6,9 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from .. import model_checks
 from . import lr as lr_schedule
-from . import model_files
+from . import model_checks, model_files
 from .doctor import in_range, installed_version
 from .engine_checks import engine
 from .families import known_families, unknown_family

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..model_checks import WITH_SINKS
+from .model_checks import WITH_SINKS
 from .translation import Translation
 
 

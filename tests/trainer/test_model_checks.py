@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from swift_megatron_grpo.args import model_checks
 from swift_megatron_grpo.errors import UserError
-from swift_megatron_grpo import model_checks
 from tests import families, tiny_models  # noqa: F401 (families adds kinds)
 from tests.rank_pool import REPOSITORY
 from tests.step.training import arguments

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .args.model_files import text_config
-from .errors import UserError
+from ..errors import UserError
+from .model_files import text_config
 
 # mcore-bridge hands the window of these families on to Megatron-Core; of all others it drops it.
 _WINDOWS_KEPT = ('gpt_oss', 'gemma4', 'gemma4_unified', 'muse_glimmer', 'deepseek_v4', 'deepseek_v41')
