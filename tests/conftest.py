@@ -21,6 +21,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in long)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A failure is printed when it happens, not at the end of a run of half an hour."""
+    terminal = config.pluginmanager.get_plugin('terminalreporter')
+    if terminal is not None and not hasattr(config, 'workerinput'):
+        config.pluginmanager.register(_AtOnce(terminal), 'failures-at-once')
+
+
+class _AtOnce:
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f'\n{report.nodeid} ({report.when}) failed:', red=True)
+            self._terminal.write_line('\n'.join(report.longreprtext.splitlines()[-12:]))
+
+
 @pytest.fixture(scope='session')
 def ranks() -> Iterator[RankPool]:
     """Up to four ranks with the CPU platform, started when a test first runs a case: `ranks.run(function, *args, world_size=2)`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from . import lr as lr_schedule
 from . import model_checks, model_files
 from .doctor import in_range, installed_version
 from .engine_checks import engine
-from .families import known_families, unknown_family
+from .families import Families, known_families, types_to_choose, unknown_family
 from .family_checks import family_limits
 from .path_checks import paths
 from .registries import unknown_constant, unknown_name
@@ -395,10 +396,31 @@ def against_family(t: Translation, config: Mapping[str, Any]) -> None:
     family = families and unknown_family(families, config, t.effective('model_type'))
     if families and family:
         t.errors.append(str(model_checks.unknown_model(t.effective('model'), family, sorted(families.convertible))))
+    if families and t.effective('model'):
+        _model_type(t, config, families)
     if t.effective('tuner_type') == 'lora' and not t.effective('merge_lora'):
         note = model_checks.adapter_warning(config, t.effective('target_modules') or ['all-linear'])
         t.warnings += [note] if note else []
     family_limits(t, model_files.text_config(dict(config)))
+
+
+def _model_type(t: Translation, config: Mapping[str, Any], families: Families) -> None:
+    """What ms-swift cannot decide, and a type that is not of this model. A model type registered by a plugin is nobody's business here."""
+    model, given = t.effective('model'), t.effective('model_type')
+    types = types_to_choose(families, config, model)
+    saved = Path(model).expanduser() / 'args.json'
+    if given is None and types and not saved.exists() and not t.effective('external_plugins'):
+        likely = [name for name in types if name in families.convertible] or types
+        t.errors.append(
+            f'--model_type is needed: {model} can be {", ".join(types)} by the architecture in its config.json '
+            f'({config["architectures"][0]}), and ms-swift does not choose. For example --model_type {likely[0]}.'
+        )
+    fitting = set().union(*(families.architectures.get(str(name), set()) for name in config.get('architectures') or []))
+    if given is not None and fitting and given not in fitting and given in set().union(*families.architectures.values()):
+        t.warnings.append(
+            f'--model_type {given} is none of the types of {config["architectures"][0]}, which {model} is by its config.json: '
+            f'{", ".join(sorted(fitting))}. It is loaded and converted as {given}.'
+        )
 
 
 def against_model(t: Translation, config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """architectures: class name in config.json -> ms-swift's model types. convertible: model types that mcore-bridge knows."""
+    """architectures: class name in config.json -> ms-swift's model types. convertible: model types that mcore-bridge knows.
+    models: names of models without their organisation, in small letters, by which ms-swift finds the type before it reads config.json."""
 
     architectures: dict[str, set[str]] = field(default_factory=dict)
     convertible: set[str] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
 
 
 def unknown_family(families: Families, config: Mapping[str, Any], model_type: str | None) -> str | None:
@@ -35,12 +38,33 @@ def unknown_family(families: Families, config: Mapping[str, Any], model_type: st
     return None if not types or types & families.convertible else str(model_type or config.get('model_type') or min(types))
 
 
+def types_to_choose(families: Families, config: Mapping[str, Any], model: str) -> list[str]:
+    """The model types between which ms-swift cannot decide, sorted; empty where it can, or where that cannot be told.
+
+    model: as given with --model. Its last part decides where ms-swift lists a model of that name, config.json where it does not.
+    """
+    named = config.get('architectures')
+    first = named[0] if isinstance(named, list) and named else None
+    types = families.architectures.get(first, set()) if isinstance(first, str) else set()
+    return [] if len(types) < 2 or _model_name(model) in families.models else sorted(types)
+
+
+def _model_name(model: str) -> str:
+    """As ms-swift reads a name: the cache folders of both hubs hold it inside, ModelScope's with ___ for a dot."""
+    cached = re.search('/models(?:--|/)(?:.+?--)?(.+?)/snapshots/', model)
+    return (cached[1] if cached else model.rstrip('/').rsplit('/', 1)[-1].replace('___', '.')).lower()
+
+
 @functools.cache
 def known_families() -> Families | None:
     """None where one of both is not installed or its source has another shape."""
     families = Families()
     constants = dict(_constants('swift', 'model/constant.py'))
-    for call in _calls('swift', 'model/models'):
+    for call in _calls('swift', 'model/models', 'Model'):
+        named = [keyword.value for keyword in call.keywords if keyword.arg in ('ms_model_id', 'hf_model_id', 'model_path')]
+        names = [value.value for value in (*call.args[:3], *named) if isinstance(value, ast.Constant)]
+        families.models.update(name.rsplit('/', 1)[-1].lower() for name in names if isinstance(name, str))
+    for call in _calls('swift', 'model/models', 'ModelMeta'):
         name = _text(call.args[0], constants) if call.args else None
         if name is None:
             continue
@@ -51,7 +75,7 @@ def known_families() -> Families | None:
             families.architectures.setdefault(ast.literal_eval(architecture), set()).add(name)
     listed = set()
     for folder in ('model/gpts', 'model/mm_gpts'):
-        for call in _calls('mcore_bridge', folder):
+        for call in _calls('mcore_bridge', folder, 'ModelMeta'):
             if len(call.args) > 1 and isinstance(call.args[1], ast.List):
                 listed |= set(ast.literal_eval(call.args[1]))
     families.convertible.update(listed)
@@ -65,11 +89,11 @@ def _text(node: ast.expr, constants: Mapping[str, str]) -> str | None:
     return constants.get(node.attr) if isinstance(node, ast.Attribute) else None
 
 
-def _calls(package: str, folder: str) -> Iterator[ast.Call]:
-    """All calls of `ModelMeta(...)` and its subclasses in the files of a folder."""
+def _calls(package: str, folder: str, ending: str) -> Iterator[ast.Call]:
+    """All calls in the files of a folder of what has a name that ends so."""
     for path in sorted(_folder(package, folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith('ModelMeta'):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(ending):
                 yield node
 
 

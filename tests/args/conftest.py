@@ -76,7 +76,6 @@ def upstream(tmp_path_factory):
 
 
 TINY = {
-    'architectures': ['Qwen3ForCausalLM'],
     'model_type': 'qwen3',
     'hidden_size': 64,
     'intermediate_size': 128,

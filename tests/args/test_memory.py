@@ -192,7 +192,7 @@ def test_the_smallest_layout_that_fits_80_gb_and_none_smaller(name, full, lora):
 def test_the_plan_has_the_estimate_and_says_when_it_does_not_fit(workplace):
     (workplace / 'large').mkdir()
     (workplace / 'large' / 'config.json').write_text(json.dumps(config_of('qwen2.5-72b')), encoding='utf-8')
-    argv = '--rlhf_type grpo --backend megatron --model large --dataset data.jsonl --reward_funcs accuracy --tuner_type full --beta 0'
+    argv = '--rlhf_type grpo --backend megatron --model large --model_type qwen2 --dataset data.jsonl --reward_funcs accuracy --tuner_type full --beta 0'
     plan = resolve([*argv.split(), '--tensor_model_parallel_size', '8', '--batch_check', 'exact', '--per_device_train_batch_size', '8'],
                    {'NPROC_PER_NODE': '8'})  # fmt: skip
     assert other_errors(plan) == []

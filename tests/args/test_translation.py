@@ -648,7 +648,8 @@ def test_a_model_that_is_not_here_is_held_against_its_model_type(workplace):
     [
         ('--model_type qwen99', "--model_type 'qwen99' is not one that ms-swift knows. Did you mean qwen"),
         ('--template qwen2_5x', "--template 'qwen2_5x' is not one that ms-swift knows. Did you mean qwen2_5"),
-        ('--template qwen2_5', ''),
+        ('--template qwen2_5 --model_type qwen2', ''),
+        ('', '--model_type is needed: ./tiny-model can be qwen2, qwen2_gte by the architecture in its config.json'),
         ('--model_type qwen99 --external_plugins models.py', ''),
         ('--model_type mistral', 'does not know the family mistral'),
     ],
@@ -782,3 +783,11 @@ def test_an_empty_number_of_machines_is_refused_unless_the_dry_run_has_one(workp
 def test_layers_of_multi_token_prediction_are_refused_since_nothing_would_train_them() -> None:
     plan = plan_of(['--mtp_num_layers', '1'])
     assert any('mtp_num_layers' in error and 'not trained' in error for error in plan.errors), plan.errors
+
+
+def test_a_model_type_of_another_family_is_a_warning_and_one_that_the_checkpoint_names_is_none(workplace):
+    (workplace / 'tiny' / 'config.json').write_text(json.dumps({'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}))
+    assert any('--model_type qwen3 is none of the types of Qwen2ForCausalLM' in warning for warning in plan_of('--model_type qwen3').warnings)
+    assert not any('none of the types' in warning for warning in plan_of('--model_type qwen2').warnings)
+    (workplace / 'tiny' / 'args.json').write_text(json.dumps({'model_type': 'qwen2'}))
+    assert not any('--model_type is needed' in error for error in plan_of('').errors)
