@@ -5,10 +5,13 @@ import os
 import socket
 from swift.dataset import load_dataset
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+from collections.abc import Callable
 from typing import Any
 
 from . import callbacks
+from .args.data_files import broken_rows
 from .config import MegatronGRPOArguments
+from .errors import UserError
 from .patches import PATCHES
 from .trainer import MegatronGRPOTrainer
 
@@ -26,13 +29,28 @@ class MegatronGRPO(MegatronRLHF):
     def prepare_trainer(self) -> MegatronGRPOTrainer:
         return MegatronGRPOTrainer(self.args, self.template, self._expert_dataset())
 
+    def _get_dataset(self) -> tuple[Any, Any]:
+        args = self.args
+        return _loaded(super()._get_dataset, [*args.dataset, *args.val_dataset])
+
     def _expert_dataset(self) -> Any:
         """The rows of --chord_sft_dataset, or None."""
         args = self.args
         if not args.chord_sft_dataset:
             return None
-        dataset, _ = load_dataset(args.chord_sft_dataset, split_dataset_ratio=0.0, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
-        return dataset
+        return _loaded(lambda: load_dataset(args.chord_sft_dataset, split_dataset_ratio=0.0, shuffle=args.dataset_shuffle,
+                                            **args.get_dataset_kwargs()), args.chord_sft_dataset)[0]
+
+
+def _loaded(load: Callable[[], tuple[Any, Any]], specs: list[str]) -> tuple[Any, Any]:
+    """What `load` returns. Where it fails, the local files are read for the row that is to blame: pyarrow names neither file nor line."""
+    try:
+        return load()
+    except Exception as error:
+        broken = broken_rows(specs, whole=True)
+        if broken:
+            raise UserError('\n'.join(broken)) from error
+        raise
 
 
 def _describe_single_process() -> None:

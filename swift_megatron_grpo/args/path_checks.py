@@ -7,8 +7,11 @@ import json
 import os
 
 from . import model_files
+from .data_files import broken_rows
 from .schedule import dataset_path, looks_local
 from .translation import Translation
+
+DATA = ('dataset', 'val_dataset', 'chord_sft_dataset')
 
 
 def paths(t: Translation) -> None:
@@ -31,7 +34,7 @@ def paths(t: Translation) -> None:
             model_files.is_path(path) or name in ('resume_from_checkpoint', 'replay_rollouts') or name.startswith('mcore')
         ):
             _must_exist(t, name, path)
-    for name in ('adapters', 'ref_adapters', 'reward_model', 'external_plugins', 'dataset', 'val_dataset', 'custom_dataset_info'):
+    for name in ('adapters', 'ref_adapters', 'reward_model', 'external_plugins', *DATA, 'custom_dataset_info'):
         for entry in t.effective(name) or []:
             path = dataset_path(entry)[0] if name.endswith('dataset') else entry
             if name.endswith('dataset'):
@@ -40,6 +43,8 @@ def paths(t: Translation) -> None:
                 local = model_files.is_path(path) or name in ('external_plugins', 'custom_dataset_info')
             if local:
                 _must_exist(t, name, path)
+    for name in DATA:
+        t.errors += [f'--{name}: {problem}' for problem in broken_rows(t.effective(name) or [])]
     _can_be_written(t, 'output_dir')
     model = t.effective('model')
     if (

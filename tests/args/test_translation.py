@@ -791,3 +791,9 @@ def test_a_model_type_of_another_family_is_a_warning_and_one_that_the_checkpoint
     assert not any('none of the types' in warning for warning in plan_of('--model_type qwen2').warnings)
     (workplace / 'tiny' / 'args.json').write_text(json.dumps({'model_type': 'qwen2'}))
     assert not any('--model_type is needed' in error for error in plan_of('').errors)
+
+
+@pytest.mark.parametrize('name', ['dataset', 'val_dataset', 'chord_sft_dataset'])
+def test_a_row_that_is_no_json_is_named(name, workplace):
+    (workplace / 'broken.jsonl').write_text('{"query": "1+1"}\n{"query": "1+1"\n')
+    assert any(f'--{name}: broken.jsonl, line 2: no JSON' in error for error in plan_of(f'--{name} broken.jsonl#1').errors)

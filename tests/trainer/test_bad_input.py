@@ -62,6 +62,19 @@ def test_a_reward_function_that_returns_too_few_values_is_named_with_both_counts
     assert 'reward function Short returned 1 values for 8 rollouts' in done.stderr
 
 
+def test_a_row_that_is_no_json_is_named_with_its_file_and_line(tiny_model: Any, tmp_path: Path) -> None:
+    """Without a plan before it, as for rows behind the part of a large file that a plan reads."""
+    argv = arguments(tmp_path, tiny_model('qwen3'))
+    data = Path(argv[argv.index('--dataset') + 1])
+    with data.open('a', encoding='utf-8') as file:
+        file.write("{'messages': []}\n")
+    rows = len(data.read_text(encoding='utf-8').splitlines())
+    done = run_worker(argv)
+    assert done.returncode == 2
+    assert f'{data}, line {rows}: no JSON (Expecting property name enclosed in double quotes, column 2): ' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
 @pytest.mark.parametrize('changes, words', [
     ({'reward_funcs': 'digitz'}, ("unknown reward function 'digitz'", 'digits')),
     ({'async_save': 'true'}, ('--async_save True', 'not available')),
