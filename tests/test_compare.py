@@ -95,3 +95,11 @@ def test_a_run_that_was_recorded_and_replayed_in_another_layout_agrees(ranks: An
     assert '2 optimizer steps' in capsys.readouterr().out
     ranks.run(train, arguments(tmp_path, model, tmp_path / 'rollouts', output_dir=tmp_path / 'other', **{**common, 'beta': 0.05}), world_size=1)
     assert main(['compare', str(tmp_path / 'one'), str(tmp_path / 'other')]) == 1
+
+
+@pytest.mark.parametrize('tolerance', ['nan', '-1', 'inf', 'much'])
+def test_a_tolerance_that_would_accept_or_refuse_everything_is_refused(tolerance, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(['compare', 'a', 'b', f'--tolerance={tolerance}'])
+    assert ended.value.code == 2
+    assert '--tolerance' in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument('names', nargs='*', metavar='NAME', help='names with or without dashes')
     both = commands.add_parser('compare', help='whether two runs made the same optimizer steps, from what they logged', allow_abbrev=False)
     both.add_argument('runs', nargs=2, metavar='RUN', help='output folder of a run, or its logging.jsonl')
-    both.add_argument('--tolerance', type=float, default=1e-5, help='largest difference that counts as equal (default 1e-5, which holds in float32)')
+    both.add_argument('--tolerance', type=_tolerance, default=1e-5, help='largest difference that counts as equal (default 1e-5, which holds in float32)')
     options, more = parser.parse_known_args(argv)
     if more and options.command in ('doctor', 'compare'):
         parser.error(f'unknown arguments: {" ".join(more)}')
@@ -79,6 +80,13 @@ def _explain(names: Sequence[str]) -> int:
         meaning = OWN_BY_NAME[name].help if name in OWN_BY_NAME else field.reason
         print(f'--{name} ({kind}; default {field.default}): {field.action}{target}' + (f'. {meaning}' if meaning else ''))
     return code
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f'{text}: a difference is 0 or more, and finite')
+    return value
 
 
 def _plan(options: argparse.Namespace, more: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 
 from . import model_files
 from .data_files import broken_rows
@@ -46,6 +47,7 @@ def paths(t: Translation) -> None:
     for name in DATA:
         t.errors += [f'--{name}: {problem}' for problem in broken_rows(t.effective(name) or [])]
     _can_be_written(t, 'output_dir')
+    _used_before(t)
     model = t.effective('model')
     if (
         isinstance(model, str)
@@ -70,6 +72,20 @@ def _can_be_written(t: Translation, name: str) -> None:
         t.errors.append(f'--{name} {t.effective(name)} cannot be made: {path} is not a folder.')
     elif not os.access(path, os.W_OK) and not t.elsewhere:
         t.errors.append(f'--{name} {t.effective(name)} cannot be written: there is no permission to write in {path}.')
+
+
+def _used_before(t: Translation) -> None:
+    """Two runs in one folder: their checkpoints replace each other, and their logs become one file."""
+    folder = os.path.expanduser(str(t.effective('output_dir')))
+    if t.effective('add_version') or t.effective('resume_from_checkpoint') or not os.path.isdir(folder):
+        return
+    steps = [int(name.removeprefix('checkpoint-')) for name in os.listdir(folder) if re.fullmatch(r'checkpoint-\d+', name)]
+    if steps:
+        last = os.path.join(t.effective('output_dir'), f'checkpoint-{max(steps)}')
+        t.warnings.append(
+            f'{last} is of an earlier run, and with --add_version false this run writes into the same folder: checkpoints of the same step are '
+            f'replaced, logs are mixed. To go on from it: --resume_from_checkpoint {last}. Else give another --output_dir.'
+        )
 
 
 def _can_be_resumed(t: Translation, folder: str) -> None:

@@ -42,7 +42,7 @@ def main() -> None:
             print(f'error: rank {rank} was ended by signal {-failure.exitcode} ({failure.signal_name()})', file=sys.stderr)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as error:
-        print(f'stopped by signal {int(error.sigval)}; the last whole checkpoint in output_dir is kept, go on with --resume_from_checkpoint', file=sys.stderr)
+        print(f'stopped by signal {int(error.sigval)}; each checkpoint in output_dir is whole, and --resume_from_checkpoint goes on from one', file=sys.stderr)
         sys.exit(128 + int(error.sigval))
 
 

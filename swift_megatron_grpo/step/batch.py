@@ -192,6 +192,11 @@ class BatchBuilder:
 
     @staticmethod
     def _check_rollout_logprobs(rollout: Rollout, num_tokens: int) -> None:
+        earlier_answers = sum(message['role'] == 'assistant' for message in rollout.messages) - len(rollout.response_token_ids)
+        if earlier_answers > 0 and num_tokens > rollout.num_response_tokens > 0:
+            raise RunError(f'The prompt in data set row {rollout.dataset_index} holds {earlier_answers} answers of the assistant, and they carry loss: '
+                           f'{num_tokens} tokens would be trained, and {rollout.num_response_tokens} were sampled. Give --loss_scale last_round, which is '
+                           'the default without --multi_turn_scheduler, or take these answers out.')
         if not rollout.rollout_logprobs:
             return
         given = sum(len(turn) for turn in rollout.rollout_logprobs)

@@ -793,6 +793,22 @@ def test_a_model_type_of_another_family_is_a_warning_and_one_that_the_checkpoint
     assert not any('--model_type is needed' in error for error in plan_of('').errors)
 
 
+@pytest.mark.parametrize(
+    ('text', 'warned'),
+    [
+        ('--output_dir out --add_version false', True),
+        ('--output_dir out', False),
+        ('--output_dir out --add_version false --resume_from_checkpoint out/checkpoint-20', False),
+        ('--output_dir other --add_version false', False),
+    ],
+)
+def test_a_folder_that_an_earlier_run_has_written_is_told(text, warned, workplace):
+    for step in (4, 20):
+        (workplace / 'out' / f'checkpoint-{step}').mkdir(parents=True)
+    warnings = [warning for warning in plan_of(text).warnings if 'is of an earlier run' in warning]
+    assert [warning.split()[0] for warning in warnings] == (['out/checkpoint-20'] if warned else [])
+
+
 @pytest.mark.parametrize('name', ['dataset', 'val_dataset', 'chord_sft_dataset'])
 def test_a_row_that_is_no_json_is_named(name, workplace):
     (workplace / 'broken.jsonl').write_text('{"query": "1+1"}\n{"query": "1+1"\n')

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.errors import UserError
+from swift_megatron_grpo.errors import RunError, UserError
 from tests.step.training import Outcome, arguments, train, write_rollouts
 
 SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_distributed_optimizer': 'false'}
@@ -208,3 +208,16 @@ def test_a_stream_whose_rows_are_partly_left_out_goes_on_where_it_stopped(run: A
         assert texts[0] == texts[1]
         for name, weight in straight.weights.items():
             assert torch.equal(resumed.weights[name], weight), name
+
+
+@pytest.mark.parametrize('loss_scale', ['default', 'last_round'])
+def test_answers_in_the_prompt_are_not_trained(run: Any, tmp_path: Path, loss_scale: str) -> None:
+    conversation = [{'role': 'user', 'content': '1 2'}, {'role': 'assistant', 'content': '3'}, {'role': 'user', 'content': '4 5'}]
+    data = tmp_path / 'history.jsonl'
+    data.write_text((json.dumps({'messages': conversation}) + '\n') * 4)
+    case = {'name': f'history-{loss_scale}', 'dataset': data, 'loss_scale': loss_scale, 'train_iters': 1}
+    if loss_scale == 'last_round':
+        assert torch.isfinite(torch.tensor(run(**case)[0].column('loss'))).all()
+        return
+    with pytest.raises(RunError, match=r'The prompt in data set row \d holds 1 answers of the assistant, and they carry loss'):
+        run(**case)
