@@ -50,6 +50,12 @@ class Progress:
     stream_position: int = 0  # streaming data: rows read before those of the generation that is sampled next
     seed: int = 0
 
+    def note_best(self, metric: float | None, step: int | None) -> None:
+        """The best evaluation so far, when a checkpoint is written. As ms-swift's early stop counts: by checkpoint, and an equal value is no gain."""
+        if metric is not None:
+            self.saves_without_gain = 0 if metric != self.best_metric else self.saves_without_gain + 1
+        self.best_metric, self.best_global_step = metric, step
+
 
 def read_progress(folder: str) -> Progress:
     path = os.path.join(folder, STATE_FILE)

@@ -26,6 +26,7 @@ from .checkpoint import Progress
 from .deadlines import deadline
 from .engines import EngineLost, RolloutEngine, build_engine, shares_devices
 from .errors import RunError, UserError
+from .evaluation import Evaluation
 from .interruption import StopRequest
 from .lr_schedule import TransformersSchedule
 from .metrics import Window
@@ -95,6 +96,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.sync = WeightSync(args, self.bridge, self.unwrapped_models, self.engine, self.residency, agree)
             self.rollouts = RolloutStage(args, template, self.engine, self.rewarder, self.topology, self.residency, self.device)
             self.sampler = Sampler(args, template, self.rollouts, self.rewarder.weights, self.topology)
+            self.evaluation = Evaluation(args, self.rollouts, self.learner)
             self.ahead = Ahead(args, self.rollouts, self._begin)
             self.residency.to(Stage.TRAINING)
         self.completions = CompletionsWriter(args.output_dir, args.log_completions and self.topology.is_logging_rank)
@@ -104,7 +106,6 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.progress = self._initial_progress()
         self.generation: Generation | None = None
         self.stop = StopRequest()
-        self._misses_best_metric = False  # said once
 
     # -- the page --------------------------------------------------------------------------------------------------------------------------
 
@@ -149,8 +150,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     @property
     def _has_stalled(self) -> bool:
-        interval = self.args.early_stop_interval
-        return interval is not None and self.progress.saves_without_gain >= interval
+        return self.args.early_stop_interval is not None and self.progress.saves_without_gain >= self.args.early_stop_interval
 
     def collect(self, index: int) -> Generation:
         """One generation: sampled, scored, batched, with old and reference log-probabilities and advantages."""
@@ -288,35 +288,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return None if self.state.iteration < self.args.eval_delay else self._evaluate(val_dataset)
 
     def _evaluate(self, val_dataset: Any) -> dict[str, float]:
-        """Samples and scores the validation prompts with the current weights; changes no training state."""
-        args = self.args
-        num_generations = args.num_generations_eval or args.num_generations
-        size = max(args.generation_batch_size // num_generations, 1)
         self.call_event('on_eval_begin')
         self.sync_weights()
-        batches = []
-        for batch in range(args.eval_iters):
-            last = min((batch + 1) * size, len(val_dataset))
-            source = PromptSource(val_dataset, 1, shuffle=False, seed=args.seed)
-            prompts = [prompt for index in range(batch * size, last) for prompt in source.take(index)]
-            batches.append(self.rollouts.run(prompts, num_generations=num_generations, seed=generation_seed(args.seed + 1, batch),
-                                             version=self.engine.version))
-            self.call_event('on_eval_step')
+        metrics = self.evaluation.run(val_dataset, version=self.engine.version, after_batch=lambda: self.call_event('on_eval_step'))
         self.residency.to(Stage.TRAINING)
-        scored = ScoredRollouts.joined(batches)  # the last batch can be smaller than the others
-        metrics = {**self.learner.reward_metrics(scored), **completion_metrics(scored.rollouts)}
-        self._ask_for_best_metric(metrics)
         self.on_log(logs={'n_steps': 1, **metrics}, prefix='eval_')
         self.call_event('on_eval_end')
         return metrics
-
-    def _ask_for_best_metric(self, metrics: dict[str, float]) -> None:
-        """A warning where nothing can be the best, said once: ms-swift passes over an evaluation without the metric in silence."""
-        args, name = self.args, self.args.metric_for_best_model
-        if name not in metrics and not self._misses_best_metric and (args.early_stop_interval is not None or args.load_best_model_at_end):
-            self._misses_best_metric = True
-            logger.warning(f'--metric_for_best_model {name}: this evaluation has no such metric, so that no checkpoint of it counts as better or as no '
-                           f'better. The evaluation has: {", ".join(sorted(metrics))}.')
 
     # -- what the base class asks for --------------------------------------------------------------------------------------------------------
 
@@ -381,10 +359,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.ahead.drain()
         if isinstance(self.prompts, StreamingPromptSource):
             self.progress.stream_position = self.prompts.start_of(self._next_to_sample)
-        progress, state = self.progress, self.state
-        if state.best_metric is not None:  # as ms-swift's early stop counts: by checkpoint, and an equal value is no gain
-            progress.saves_without_gain = 0 if state.best_metric != progress.best_metric else progress.saves_without_gain + 1
-        progress.best_metric, progress.best_global_step = state.best_metric, state.best_global_step
+        self.progress.note_best(self.state.best_metric, self.state.best_global_step)
         checkpoint.save(self, self.progress)
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
