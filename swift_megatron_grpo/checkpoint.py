@@ -21,6 +21,7 @@ from swift.megatron.utils import save_mcore_checkpoint
 from swift.utils import gc_collect, get_logger, is_master, update_last_checkpoint_symlink
 from typing import Any
 
+from .args.resume_checks import CHECKPOINT_FORMAT, STATE_FILE, unreadable_adapter
 from .errors import UserError
 from .step import frozen
 from .step.rollout import ScoredRollouts
@@ -28,7 +29,6 @@ from .sync import merged_for_export
 
 logger = get_logger()
 
-STATE_FILE = 'trainer_state.json'
 PENDING = 'pending_generation'
 
 
@@ -63,7 +63,17 @@ def read_progress(folder: str) -> Progress:
         raise UserError(f'{folder} has no {STATE_FILE}: it was not written by this trainer, so the order of prompts cannot be continued. '
                         'To take its weights only, give --resume_only_model true.')
     with open(path, encoding='utf-8') as file:
-        return Progress(**json.load(file))
+        state = json.load(file)
+    state.pop('format', None)
+    return Progress(**state)
+
+
+def refuse_unreadable(args: Any) -> None:
+    """Raises UserError for an adapter whose rows another version has written in another order. Every rank, before a model is built."""
+    for folder in (args.resume_from_checkpoint, args.mcore_adapter):
+        problem = folder and unreadable_adapter(folder)
+        if problem:
+            raise UserError(problem)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -114,7 +124,7 @@ def save(trainer: Any, progress: Progress) -> str:
         _write_pending(trainer, staging)
     dist.barrier()
     if is_master():
-        write_json(os.path.join(staging, STATE_FILE), asdict(progress))
+        write_json(os.path.join(staging, STATE_FILE), {**asdict(progress), 'format': CHECKPOINT_FORMAT})
         if is_merged:
             shutil.rmtree(merged, ignore_errors=True)
             os.replace(merged_staging, merged)

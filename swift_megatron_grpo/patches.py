@@ -258,3 +258,29 @@ def _replicated_base() -> None:
         return isinstance(base_layer, lora.TELinear) and not isinstance(base_layer, split) and base_layer.parallel_mode is None
 
     lora._is_replicated_base = is_replicated_base
+
+
+@PATCHES.patch(Passport(
+    name='adapters-of-gated-layers-in-checkpoints',
+    target='mcore_bridge.tuners.lora:LoraParallelLinear.sharded_state_dict',
+    breaks='a LoRA run that goes on with another tensor-parallel size: lora_B of linear_fc1 is taken for one matrix, so that rows of gate and up change '
+           'places without a word',
+    reference='mcore_bridge/tuners/lora.py, sharded_state_dict (mcore-bridge 1.6.5) halves the base layer of a gated linear_fc1 and not its lora_B; '
+              'megatron/core/transformer/mlp.py, apply_swiglu_sharded_factory, says why each half is sharded by itself',
+    versions='mcore-bridge>=1.6,<1.7',
+    remove_when='tests/trainer/test_resume_in_layouts.py passes without it',
+))
+def _gated_adapters() -> None:
+    from mcore_bridge.tuners.lora import LoraParallelLinear
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+    upstream = LoraParallelLinear.sharded_state_dict
+
+    def sharded_state_dict(self: Any, prefix: str = '', sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        found = upstream(self, prefix, sharded_offsets, metadata)
+        if prefix.endswith('linear_fc1.') and self.config.gated_linear_unit and not self.is_grouped:
+            for adapter in self.lora_B:
+                key = f'{prefix}lora_B.{adapter}.weight'
+                found[key] = apply_swiglu_sharded_factory(found[key], sharded_offsets)
+        return found
+
+    LoraParallelLinear.sharded_state_dict = sharded_state_dict

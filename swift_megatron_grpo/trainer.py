@@ -70,6 +70,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         refuse_unknown_rewards(args)  # before a model is built
         model_checks.refuse(template.config.to_dict(), attention_backend=args.attention_backend.name,
                             longest=None if args.max_length is None else args.max_length + args.max_completion_length)
+        checkpoint.refuse_unreadable(args)
         super().__init__(args, template)
         self.device = torch.device(get_current_device())
         self.topology = build_topology()

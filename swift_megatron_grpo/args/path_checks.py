@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 
 from . import model_files
 from .data_files import broken_rows
+from .resume_checks import can_be_resumed
 from .schedule import dataset_path, looks_local
 from .translation import Translation
 
@@ -60,7 +60,7 @@ def paths(t: Translation) -> None:
         t.errors.append(f'--replay_rollouts {replay} holds no generation-000000.jsonl; give the folder that --save_rollouts wrote.')
     resume = t.effective('resume_from_checkpoint')
     if isinstance(resume, str) and os.path.isdir(resume):
-        _can_be_resumed(t, resume)
+        can_be_resumed(t, resume)
 
 
 def _can_be_written(t: Translation, name: str) -> None:
@@ -85,46 +85,6 @@ def _used_before(t: Translation) -> None:
         t.warnings.append(
             f'{last} is of an earlier run, and with --add_version false this run writes into the same folder: checkpoints of the same step are '
             f'replaced, logs are mixed. To go on from it: --resume_from_checkpoint {last}. Else give another --output_dir.'
-        )
-
-
-def _can_be_resumed(t: Translation, folder: str) -> None:
-    """Whether a folder is a checkpoint that this trainer can go on from."""
-    if not os.path.isfile(os.path.join(folder, 'latest_checkpointed_iteration.txt')):
-        if os.path.isfile(os.path.join(folder, 'trainer_state.json')):
-            start = '--model' if t.effective('tuner_type') == 'full' else '--adapters'
-            t.errors.append(
-                f'--resume_from_checkpoint {folder} was written by the transformers trainer; its optimizer state has no Megatron form. Start '
-                f'from its weights instead: {start} {folder}.'
-            )
-        else:
-            t.errors.append(
-                f'--resume_from_checkpoint {folder} is not a complete checkpoint of Megatron training (it has no '
-                'latest_checkpointed_iteration.txt). Give a folder checkpoint-N that a run with save_only_model false wrote.'
-            )
-        return
-    try:
-        with open(os.path.join(folder, 'args.json'), encoding='utf-8') as file:
-            saved = json.load(file)
-    except (OSError, ValueError):
-        return
-    if not isinstance(saved, dict):
-        return
-    names = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
-    before, now = [saved.get(name) for name in names], [t.effective(name) for name in names]
-    if None not in before and before != now and t.effective('use_distributed_optimizer') and not t.effective('resume_only_model'):
-        t.errors.append(
-            f'--resume_from_checkpoint {folder} was written with TP {before[0]} and PP {before[1]}, and this run has TP {now[0]} and PP {now[1]}: '
-            "Megatron's distributed optimizer cannot be loaded into another layout. Keep the layout, or take the weights alone: --resume_only_model true."
-        )
-    if saved.get('tuner_type') not in (None, t.effective('tuner_type')):
-        t.errors.append(
-            f'--resume_from_checkpoint {folder} is of --tuner_type {saved["tuner_type"]}, and this run has --tuner_type {t.effective("tuner_type")}.'
-        )
-    if saved.get('no_save_optim') and not t.effective('resume_only_model'):
-        t.errors.append(
-            f'--resume_from_checkpoint {folder} was saved without optimizer state (save_only_model true), so the run cannot go on where it '
-            'stopped. To start anew from its weights: --resume_only_model true.'
         )
 
 

@@ -626,7 +626,33 @@ def test_a_checkpoint_of_another_layout_or_tuner_cannot_be_gone_on_from(workplac
     resume = f'--resume_from_checkpoint {folder} --tuner_type full'
     assert any('with TP 2 and PP 1, and this run has TP 1 and PP 1' in error for error in plan_of(resume).errors)
     assert not any('with TP 2' in error for error in plan_of(f'{resume} --resume_only_model true').errors)
+    assert not any('with TP 2' in error for error in plan_of(f'{resume} --use_distributed_optimizer false').errors)
     assert any('is of --tuner_type full, and this run has --tuner_type lora' in error for error in plan_of(resume.replace(' full', ' lora')).errors)
+
+
+@pytest.mark.parametrize(
+    ('saved', 'text', 'words'),
+    [
+        ({'tensor_model_parallel_size': 2, 'dist_ckpt_optim_fully_reshardable': True}, '', None),
+        ({'expert_model_parallel_size': 2}, '', 'was written with EP 2, and this run has EP 1: .* Keep EP above 1'),
+        ({'expert_model_parallel_size': 2}, '--expert_model_parallel_size 4', None),
+        ({'expert_model_parallel_size': 1}, '--expert_model_parallel_size 2', 'Keep EP 1'),
+        ({'expert_model_parallel_size': 2}, '--resume_only_model true', None),
+        ({'tensor_model_parallel_size': 2, 'tuner_type': 'lora'}, '--resume_only_model true', 'version 0.1.0 wrote with TP 2.*--adapters checkpoint-2'),
+        ({'tensor_model_parallel_size': 1, 'tuner_type': 'lora'}, '--resume_only_model true', None),
+        ({'tensor_model_parallel_size': 2, 'tuner_type': 'lora', 'format': 2}, '--resume_only_model true', None),
+    ],
+)
+def test_which_layouts_go_on_from_a_checkpoint(workplace, saved, text, words):
+    folder = workplace / 'checkpoint-2'
+    folder.mkdir()
+    (folder / 'latest_checkpointed_iteration.txt').write_text('2')
+    (folder / 'trainer_state.json').write_text(json.dumps({'iteration': 2, **({'format': 2} if saved.pop('format', None) else {})}))
+    layout = {'tensor_model_parallel_size': 1, 'pipeline_model_parallel_size': 1, 'tuner_type': 'full', **saved}
+    (folder / 'args.json').write_text(json.dumps(layout))
+    plan = plan_of(f'--resume_from_checkpoint checkpoint-2 --tuner_type {layout["tuner_type"]} {text}', world_size=4)
+    found = [error for error in plan.errors if 'checkpoint-2' in error]
+    assert (len(found) == 1 and re.search(words, found[0])) if words else found == []
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(workplace):

@@ -79,7 +79,7 @@ use_cpu_initialization | megatron | bool | - | false | kept | - |
 async_save | megatron | bool | - | false | kept | - |
 use_persistent_ckpt_worker | megatron | bool | - | false | kept | - |
 dist_ckpt_save_pre_mcore_014 | megatron | bool | - | false | kept | - |
-dist_ckpt_optim_fully_reshardable | megatron | bool | - | false | kept | - |
+dist_ckpt_optim_fully_reshardable | megatron | bool | - | false | kept | - | true: the run can go on with other TP and PP; moments are gathered for each checkpoint
 distrib_optim_fully_reshardable_mem_efficient | megatron | bool | - | false | kept | - |
 use_distributed_optimizer | megatron | bool | - | true | kept | - |
 use_megatron_fsdp | megatron | bool | - | false | refused | - | the weight sync and the loss weights are not proven for it; use tensor and pipeline parallel with the distributed optimizer

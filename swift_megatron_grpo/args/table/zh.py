@@ -37,6 +37,7 @@ SENTENCES: dict[str, str] = {
     'there is no checkpoint on a termination signal; lower save_steps': '收到终止信号时不保存检查点；请减小 save_steps',
     'optimizer steps; epochs with eval_strategy epoch': '单位为优化步；eval_strategy 为 epoch 时为 epoch 数',
     'counted over a resumed run too': '续训时继续计数',
+    'true: the run can go on with other TP and PP; moments are gathered for each checkpoint': 'true 时可在其他 TP、PP 下续训；每次保存都会汇集动量',
     'upload the checkpoint afterwards: swift export --push_to_hub true': '训练后再上传检查点：swift export --push_to_hub true',
     'nothing is pushed during training': '训练中不上传',
     'the best checkpoint is linked as the last one at the end': '结束时把最好的检查点链接为最后一个',
