@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 
 from .schedule import dataset_path
 
-_HEAD_BYTES = 2**24
+_HEAD_BYTES = 2**22
 _SHOWN = 60
 
 
 def broken_row(path: str, *, whole: bool = False) -> str | None:
     """What is wrong with the first broken row of a .jsonl or .json file, with file and line; None where nothing is seen.
 
-    Both endings may hold one object a line or one array of objects; `datasets`, which reads them, goes by the content. Reads the first 16 MiB, so that
+    Both endings may hold one object a line or one array of objects; `datasets`, which reads them, goes by the content. Reads the first 4 MiB, so that
     a dry run stays quick, or the whole file.
     """
     path = os.path.expanduser(path)
