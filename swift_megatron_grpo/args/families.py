@@ -60,12 +60,12 @@ def known_families() -> Families | None:
     """None where one of both is not installed or its source has another shape."""
     families = Families()
     constants = dict(_constants('swift', 'model/constant.py'))
-    for call in _calls('swift', 'model/models', 'Model'):
-        named = [keyword.value for keyword in call.keywords if keyword.arg in ('ms_model_id', 'hf_model_id', 'model_path')]
-        names = [value.value for value in (*call.args[:3], *named) if isinstance(value, ast.Constant)]
-        families.models.update(name.rsplit('/', 1)[-1].lower() for name in names if isinstance(name, str))
-    for call in _calls('swift', 'model/models', 'ModelMeta'):
-        name = _text(call.args[0], constants) if call.args else None
+    for function, call in _calls('swift', 'model/models'):
+        if function == 'Model':
+            named = [keyword.value for keyword in call.keywords if keyword.arg in ('ms_model_id', 'hf_model_id', 'model_path')]
+            names = [value.value for value in (*call.args[:3], *named) if isinstance(value, ast.Constant)]
+            families.models.update(name.rsplit('/', 1)[-1].lower() for name in names if isinstance(name, str))
+        name = _text(call.args[0], constants) if function.endswith('ModelMeta') and call.args else None
         if name is None:
             continue
         options = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -75,8 +75,8 @@ def known_families() -> Families | None:
             families.architectures.setdefault(ast.literal_eval(architecture), set()).add(name)
     listed = set()
     for folder in ('model/gpts', 'model/mm_gpts'):
-        for call in _calls('mcore_bridge', folder, 'ModelMeta'):
-            if len(call.args) > 1 and isinstance(call.args[1], ast.List):
+        for function, call in _calls('mcore_bridge', folder):
+            if function.endswith('ModelMeta') and len(call.args) > 1 and isinstance(call.args[1], ast.List):
                 listed |= set(ast.literal_eval(call.args[1]))
     families.convertible.update(listed)
     return families if families.architectures and listed else None
@@ -89,12 +89,12 @@ def _text(node: ast.expr, constants: Mapping[str, str]) -> str | None:
     return constants.get(node.attr) if isinstance(node, ast.Attribute) else None
 
 
-def _calls(package: str, folder: str, ending: str) -> Iterator[ast.Call]:
-    """All calls in the files of a folder of what has a name that ends so."""
+def _calls(package: str, folder: str) -> Iterator[tuple[str, ast.Call]]:
+    """All calls in the files of a folder of what has a plain name, with that name."""
     for path in sorted(_folder(package, folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(ending):
-                yield node
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                yield node.func.id, node
 
 
 def _constants(package: str, file: str) -> Iterator[tuple[str, str]]:
