@@ -5,10 +5,10 @@ import copy
 import dataclasses
 import torch
 from collections.abc import Callable, Iterable, Sequence
-from swift.infer_engine import TransformersEngine
+from swift.infer_engine import RequestConfig, TransformersEngine
 from swift.infer_engine.protocol import ChatCompletionResponse, ChatCompletionResponseChoice, ChatMessage, InferRequest, RolloutOutput
 from swift.template import Template
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from typing import Any
 
 from ..errors import RunError
@@ -50,16 +50,41 @@ class _Ends(StoppingCriteria):  # type: ignore[misc]
         return [] if self.lengths_B is None else self.lengths_B.tolist()
 
 
+class _Penalty(LogitsProcessor):  # type: ignore[misc]
+    """repetition_penalty (Keskar et al. 2019) on what a row holds; transformers' own also counts the padding that longer neighbours bring.
+
+    Args:
+        prompt_mask_BT: 1 at the tokens of prompts; None: the prompts are embeddings, and only sampled tokens count.
+    """
+
+    def __init__(self, penalty: float, prompt_mask_BT: torch.Tensor | None):
+        self.penalty = penalty
+        self.prompt_mask_BT = prompt_mask_BT
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_there = torch.ones_like(input_ids)
+        if self.prompt_mask_BT is not None:
+            is_there[:, :self.prompt_mask_BT.shape[1]] = self.prompt_mask_BT
+        seen = torch.zeros_like(scores).scatter_add(1, input_ids, is_there.to(scores.dtype)) > 0
+        return torch.where(seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores)
+
+
 class _SamplingEngine(TransformersEngine):
     """ms-swift's engine, for answers that are trained on.
 
-    Log-probabilities are those of what was sampled: at the sampling temperature, in float32, one softmax a step (ms-swift's are of the
-    untempered logits, and it sorts the whole vocabulary for every token).
+    Log-probabilities are those of the distribution that was sampled from (temperature, penalty, top_k and top_p applied), as vLLM's are, in
+    float32, one softmax a step (ms-swift's are of the model's own logits, and it sorts the whole vocabulary for every token).
 
     A policy can sample the pad token, too. ms-swift drops each token of that number, so that the answer misses tokens its own
     log-probabilities were conditioned on; here a row ends where it ended. One that ends with the last allowed token has ended, too.
     """
-    temperature = 1.0
+
+    def _prepare_generation_config(self, request_config: RequestConfig) -> Any:
+        config = super()._prepare_generation_config(request_config)
+        config.output_logits, config.output_scores = False, True
+        if config.do_sample and (request_config.top_k or 0) <= 0:
+            config.top_k = 0  # None would mean transformers' 50
+        return config
 
     def _infer_full(self, inputs: dict[str, Any], *, generation_config: Any, adapter_request: Any, request_config: Any,
                     template_inputs: Sequence[Any]) -> list[ChatCompletionResponse]:
@@ -68,9 +93,13 @@ class _SamplingEngine(TransformersEngine):
         end_ids = generation_config.eos_token_id
         ends = _Ends(kwargs['stopping_criteria'], [] if end_ids is None else [end_ids] if isinstance(end_ids, int) else list(end_ids))
         kwargs['stopping_criteria'] = StoppingCriteriaList([ends])
+        if generation_config.repetition_penalty not in (None, 1.0):
+            penalty = _Penalty(generation_config.repetition_penalty, None if prompt_ids_BT is None else inputs['attention_mask'])
+            kwargs['logits_processor'] = LogitsProcessorList([penalty])
+            generation_config.repetition_penalty = 1.0
         output = self.template.generate(self.model, **kwargs)
         sampled_ids = self.template.get_generate_ids(output['sequences'], self._get_num_tokens(inputs))
-        logprobs = self._logprobs(output['logits'], sampled_ids)
+        logprobs = self._logprobs(output['scores'], sampled_ids)
         responses = []
         for row, length in enumerate(ends.lengths()):
             ids = sampled_ids[row, :length or None].tolist()
@@ -86,10 +115,10 @@ class _SamplingEngine(TransformersEngine):
             responses.append(ChatCompletionResponse(model=self.model_name, choices=[choice], usage=usage, prompt_token_ids=prompt_ids))
         return responses
 
-    def _logprobs(self, logits: Sequence[torch.Tensor], sampled_ids_BS: torch.Tensor) -> list[list[float]]:
+    def _logprobs(self, scores: Sequence[torch.Tensor], sampled_ids_BS: torch.Tensor) -> list[list[float]]:
         steps = [
-            torch.log_softmax(logits_BV.float() / self.temperature, -1).gather(-1, sampled_ids_BS[:, step, None])[:, 0]
-            for step, logits_BV in enumerate(logits)
+            torch.log_softmax(scores_BV.float(), -1).gather(-1, sampled_ids_BS[:, step, None])[:, 0]
+            for step, scores_BV in enumerate(scores)
         ]
         return torch.stack(steps, 1).tolist()
 
@@ -120,6 +149,7 @@ class TransformersRolloutEngine(RolloutEngine):
         attention = 'eager' if args.model_type in _WITHOUT_SDPA else 'sdpa'
         model, _ = args.get_model_processor(device_map={'': str(device)}, attn_impl=attention)
         model.requires_grad_(False)
+        model.generation_config = _ends_alone(model.generation_config)
         self.engine = _SamplingEngine(model, template=rollout_template, max_batch_size=max_batch_size)
         self.renamings = _renamings(model)
 
@@ -146,7 +176,6 @@ class TransformersRolloutEngine(RolloutEngine):
             return self._by_limit(requests, sampling)
         limited = dataclasses.replace(sampling, max_tokens=sampling.limits[0]) if sampling.limits else sampling
         config = limited.request_config(seed=None)  # this engine draws from torch's generator, below
-        self.engine.temperature = sampling.temperature or 1.0
         plain = [InferRequest(messages=copy.deepcopy(r.messages), images=r.images, audios=r.audios, videos=r.videos, tools=r.tools,
                               objects=r.objects, chat_template_kwargs=r.chat_template_kwargs) for r in requests]
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -223,6 +252,12 @@ class TransformersRolloutEngine(RolloutEngine):
 
     def close(self) -> None:
         self.engine.model = self.engine.engine = None
+
+
+def _ends_alone(config: GenerationConfig) -> GenerationConfig:
+    """Of a model's generation_config.json what ends an answer. Its top_k, penalties and forbidden tokens would change what is sampled, and transformers
+    takes them wherever an argument says nothing."""
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
 # The three matrices of an expert, as checkpoints call them.
