@@ -32,9 +32,12 @@ def merged_for_export(models: list[Any], adapter_name: str = 'default') -> Itera
     """While the body runs, the bridge exports base + adapter; afterwards the very same tensors are back.
 
     All ranks (the bridge's export is collective). A decoder layer is merged while the bridge reads it, so that the second copy is one of one layer;
-    adapters elsewhere (output layer, vision tower) stay merged as long as the body runs.
+    adapters elsewhere (output layer, vision tower) stay merged as long as the body runs. Raises RuntimeError inside another one, which would add the
+    adapter twice.
     """
     bridge = models[0].config.bridge
+    if '_set_layer_state' in vars(bridge):
+        raise RuntimeError('merged_for_export: the adapter is merged already; one export of merged weights must end before the next begins.')
     layers = {id(layer) for model in models for layer in language_model(model).decoder.layers}
     read_layer = bridge._set_layer_state
 
