@@ -18,7 +18,7 @@ from torch import nn
 
 from .parallel_names import WholeModel
 
-_EXPERT = re.compile(r'(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$')
+_EXPERT = re.compile(r'(?<=\.weight)\d+$')  # of grouped matrices; mcore-bridge loads no others
 
 
 def draw_adapters(models: Sequence[nn.Module], seed: int) -> None:

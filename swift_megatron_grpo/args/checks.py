@@ -264,6 +264,10 @@ def _experts(t: Translation) -> None:
                         'expert answers. Leave one of them out.')
 
 
+# Modules by Megatron's names, and ms-swift's word for them. On Ascend mcore-bridge adapts the output layer.
+NOT_ADAPTED = ('word_embeddings', 'embedding', 'position_embeddings', 'all-embedding')
+
+
 def tuner(t: Translation) -> None:
     kind = t.effective('tuner_type')
     if kind != 'full' and t.effective('ref_model') and t.effective('beta') == 0.0:
@@ -280,6 +284,13 @@ def tuner(t: Translation) -> None:
         t.errors.append(
             '--tuner_type full is given with --adapters; merge them first (swift export --merge_lora true), or train with '
             '--tuner_type lora.'
+        )
+    not_adapted = NOT_ADAPTED + (('output_layer', ) if installed_version('torch-npu') is None else ())
+    whole = [name for name in t.effective('target_modules') or [] if name.rsplit('.', 1)[-1] in not_adapted]
+    if kind != 'full' and whole:
+        t.errors.append(
+            f'--target_modules {" ".join(whole)}: mcore-bridge has no adapters on embeddings and on the output layer. '
+            '--modules_to_save embed_tokens lm_head trains them whole, beside the adapter.'
         )
     for name in ('ref_adapters', 'mcore_adapter', 'mcore_ref_adapter'):
         if kind == 'full' and t.effective(name):

@@ -111,6 +111,11 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
             f'--expert_tensor_parallel_size {etp}: mcore-bridge has no adapters on experts that are split. Leave it out (1), or choose '
             '--target_modules without experts, such as q_proj k_proj v_proj o_proj.'
         )
+    if experts and not t.effective('moe_grouped_gemm'):
+        t.errors.append(
+            f'--moe_grouped_gemm false with the experts of {t.effective("model")}: mcore-bridge converts the weights of experts that are '
+            'multiplied together only. Leave it out.'
+        )
     if ep > 1 and not experts:
         t.errors.append(f'--expert_model_parallel_size {ep} is given, and {t.effective("model")} has no experts. Leave it out.')
     elif ep > 0 and experts and experts % ep:

@@ -24,6 +24,7 @@ def errors(workplace, config, text):
     (SINKS, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type full', 'experts with biases'),
     (LATENT, '--context_parallel_size 2 --cp_comm_type a2a', 'latent attention of tiny.* p2p only'),
     (LATENT, '--context_parallel_size 2 --cp_comm_type all_gather', 'latent attention of tiny.* p2p only'),
+    (LATENT, '--moe_grouped_gemm false', '--moe_grouped_gemm false with the experts of tiny'),
 ])
 def test_refused_by_name(workplace, config, text, words):
     found = errors(workplace, config, text)
@@ -39,6 +40,8 @@ def test_refused_by_name(workplace, config, text, words):
     (LATENT, '--context_parallel_size 2 --cp_comm_type p2p'),
     (LATENT, '--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 2 --tuner_type full'),
     (TINY, '--context_parallel_size 2 --cp_comm_type all_gather'),
+    (TINY, '--moe_grouped_gemm false'),
+    (LATENT, '--moe_grouped_gemm true'),
 ])
 def test_what_goes_stands(workplace, config, text):
     assert errors(workplace, config, text) == []

@@ -349,6 +349,8 @@ def test_megatrons_own_names_are_taken_as_they_are(workplace):
         ('--tensor_model_parallel_size 4', 'attention heads'),
         ('--pipeline_model_parallel_size 4', 'layers'),
         ('--expert_model_parallel_size 2', 'has no experts'),
+        ('--target_modules q_proj lm_head', '--target_modules output_layer: mcore-bridge has no adapters'),
+        ('--target_modules all-linear all-embedding', '--modules_to_save embed_tokens'),
         ('--streaming true', '--max_steps'),
         ('--dataset data.jsnol', 'does not exist'),
         ('--dataset ./date.jsonl', 'There is ./data.jsonl'),
