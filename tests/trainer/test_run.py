@@ -179,6 +179,38 @@ def test_a_run_ends_early_evaluates_at_the_start_and_waits_with_evaluations(run:
     assert evaluations(late) == [0.0, -1.0]
 
 
+def test_evaluations_by_epochs_wait_end_the_run_and_go_on_in_a_resumed_one(run: Any, tmp_path: Path) -> None:
+    """Two optimizer steps an epoch; the reward is best after the first epoch."""
+    plugin = tmp_path / 'nearest_by_epochs.py'
+    plugin.write_text(STEP_REWARD.replace('nearest_to_two', 'nearest_by_epochs'))
+    data = tmp_path / 'four.jsonl'
+    data.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}\n' * 4)
+    changes = {'external_plugins': plugin, 'reward_funcs': 'nearest_by_epochs', 'dataset': data, 'val_dataset': data, 'eval_strategy': 'epoch',
+               'save_strategy': 'epoch', 'train_iters': None, 'max_completion_length': 4, 'dynamic_sample': 'false', 'early_stop_interval': 2}
+    outcome, folder = run('epochs', **changes, num_train_epochs=5, eval_on_start='true')
+    assert evaluations(outcome) == [-2.0, 0.0, -2.0, -4.0]
+    assert checkpoints(folder) == ['checkpoint-2', 'checkpoint-4', 'checkpoint-6']
+    again, folder_again = run('epochs-again', **changes, num_train_epochs=5, eval_on_start='true', resume_from_checkpoint=folder / 'checkpoint-4')
+    assert evaluations(again) == [-2.0, -4.0] and checkpoints(folder_again) == ['checkpoint-6']
+    # An epoch and a half is three steps. What was saved before has no evaluation, and neither counts as better nor as no better.
+    late, late_folder = run('epochs-late', **changes, num_train_epochs=3, eval_delay=1.5)
+    assert evaluations(late) == [-2.0, -4.0]
+    assert [waited(late_folder, step) for step in (2, 4, 6)] == [(None, 0), (-2.0, 0), (-2.0, 1)]
+    # The one at the start is asked for by its own name, does not wait and is no checkpoint's.
+    resumed, resumed_folder = run('epochs-late-again', **changes, num_train_epochs=2, eval_delay=1.5, eval_on_start='true',
+                                  resume_from_checkpoint=late_folder / 'checkpoint-2')
+    assert evaluations(resumed) == [0.0, -2.0] and waited(resumed_folder, 4) == (-2.0, 0)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob('checkpoint-*'))
+
+
+def waited(folder: Path, step: int) -> tuple[float | None, int]:
+    state = json.loads((folder / f'checkpoint-{step}' / 'trainer_state.json').read_text())
+    return state['best_metric'], state['saves_without_gain']
+
+
 def test_the_best_checkpoint_is_kept_and_is_the_last_one_at_the_end_also_of_a_resumed_run(run: Any, tmp_path: Path) -> None:
     plugin = tmp_path / 'nearest_to_two.py'
     plugin.write_text(STEP_REWARD)
