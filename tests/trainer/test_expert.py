@@ -22,8 +22,8 @@ def run(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -
     experts = {'chord_sft_dataset': data, 'chord_sft_per_device_train_batch_size': 2, 'chord_mu_warmup_steps': 0, 'chord_mu_decay_steps': 0,
                'chord_mu_peak': 1.0, 'chord_mu_valley': 1.0}
 
-    def run_it(name: str, world_size: int = 1, *, plain: bool = False, **changes: Any) -> Outcome:
-        argv = arguments(work, tiny_model('qwen3'), rollouts, **{'output_dir': work / name, **SGD, **({} if plain else experts), **changes})
+    def run_it(name: str, world_size: int = 1, *, plain: bool = False, model: str = 'qwen3', **changes: Any) -> Outcome:
+        argv = arguments(work, tiny_model(model), rollouts, **{'output_dir': work / name, **SGD, **({} if plain else experts), **changes})
         return ranks.run(train, argv, world_size=world_size, deadline=300.)[-1]
 
     return run_it
@@ -72,11 +72,34 @@ def test_rollouts_and_experts_share_a_step_alike_in_every_layout(run: Any) -> No
     policy, experts = plain.column('loss')[0], expected.column('chord/sft_loss')[0]
     assert expected.column('loss')[0] == pytest.approx(0.4 * policy + 0.6 * experts, rel=1e-5)
     for layout, (world_size, sizes) in LAYOUTS.items():
-        got = run(layout, world_size, **half, **sizes)
-        for name in ('loss', 'grad_norm', 'chord/sft_loss'):
-            assert got.column(name) == pytest.approx(expected.column(name), rel=1e-5, abs=1e-7), (layout, name)
-        for name, weight in expected.weights.items():
-            assert float((got.weights[name] - weight).abs().max()) < 1e-5 * float(weight.abs().max()), (layout, name)
+        assert_same(run(layout, world_size, **half, **sizes), expected, layout)
+
+
+def assert_same(got: Outcome, expected: Outcome, layout: str) -> None:
+    for name in ('loss', 'grad_norm', 'chord/sft_loss'):
+        assert got.column(name) == pytest.approx(expected.column(name), rel=1e-5, abs=1e-7), (layout, name)
+    for name, weight in expected.weights.items():
+        assert float((got.weights[name] - weight).abs().max()) < 1e-5 * float(weight.abs().max()), (layout, name)
+
+
+LORA = {'tuner_type': 'lora', 'lora_rank': 4, 'lora_alpha': 16, 'target_modules': 'all-linear'}
+MIXTURE = {'model': 'qwen3_moe', 'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none'}
+# what is trained -> (arguments, layout, its world size, its arguments)
+TRAINED: dict[str, tuple[dict[str, Any], str, int, dict[str, Any]]] = {
+    'adapter': (LORA, 'vpp2-pp2', *LAYOUTS['vpp2-pp2']),
+    'mixture': (MIXTURE, 'ep2-dp2', 2, {'expert_model_parallel_size': 2, 'micro_batch_size': 2}),
+    'adapter-of-mixture': ({**LORA, **MIXTURE}, 'ep2-tp2-sp', 2, {
+        'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1, 'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}),
+}
+
+
+@pytest.mark.parametrize('trained', TRAINED)
+def test_rollouts_and_experts_share_a_step_alike_where_there_is(run: Any, trained: str) -> None:
+    changes, layout, world_size, sizes = TRAINED[trained]
+    half = {'chord_mu_peak': 0.6, 'chord_mu_valley': 0.2, 'chord_mu_decay_steps': 2, 'chord_enable_phi_function': 'true', 'beta': 0.05, **changes}
+    expected = run(trained, **half)
+    assert expected.column('chord/sft_loss')[0] > 0.01 and expected.column('grad_norm')[0] > 1e-3
+    assert_same(run(f'{trained}-{layout}', world_size, **half, **sizes), expected, layout)
 
 
 def test_while_the_share_is_zero_the_step_is_the_plain_one(run: Any) -> None:

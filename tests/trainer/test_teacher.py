@@ -18,8 +18,8 @@ SGD = {'optimizer': 'sgd', 'sgd_momentum': 0.5, 'lr': 0.1, 'min_lr': 0.05, 'use_
 def run(ranks: Any, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     work = tmp_path_factory.mktemp('teacher')
 
-    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, function: Any = train, **changes: Any) -> Outcome:
-        argv = arguments(work, tiny_model('qwen3'), rollouts, **{'output_dir': work / name, 'train_iters': 1, **SGD, **changes})
+    def run_it(name: str, world_size: int = 1, rollouts: Path | None = None, function: Any = train, model: str = 'qwen3', **changes: Any) -> Outcome:
+        argv = arguments(work, tiny_model(model), rollouts, **{'output_dir': work / name, 'train_iters': 1, **SGD, **changes})
         return ranks.run(function, argv, world_size=world_size, deadline=300.)[-1]
 
     return run_it
@@ -179,7 +179,11 @@ def test_the_policy_teaches_itself_where_a_row_brings_another_prompt(run: Any, p
 DISTILLED = {'self': {'teacher_kl_coef': 0.5}, 'rlsd': {'advantage_reweight': 'rlsd', 'rlsd_lambda': 0.8, 'rlsd_reweight_clip_range': 0.5},
              'sdar': {'sdar_loss_coef': 0.5, 'sdar_gate_beta': 2.0, 'loss_type': 'real', 'beta': 0.05}}
 LAYOUTS = {'tp2-pp2': (4, {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 2}), 'dp2': (2, {'micro_batch_size': 2}),
-           'cp2': (2, {'context_parallel_size': 2})}
+           'cp2': (2, {'context_parallel_size': 2}),
+           'vpp2-pp2': (2, {'pipeline_model_parallel_size': 2, 'virtual_pipeline_model_parallel_size': 2})}
+MIXTURE = {'model': 'qwen3_moe', 'model_type': 'qwen3_moe', 'moe_router_load_balancing_type': 'none'}
+OF_MIXTURES = {'self': {'expert_model_parallel_size': 2, 'micro_batch_size': 2},
+               'sdar': {'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1, 'tensor_model_parallel_size': 2, 'sequence_parallel': 'true'}}
 
 
 @pytest.mark.parametrize('kind', DISTILLED)
@@ -188,11 +192,22 @@ def test_self_distillation_trains_alike_in_every_layout(run: Any, privileged: Pa
     expected = run(f'{kind}-1', rollouts=privileged, **changes)
     plain = run(f'{kind}-plain', rollouts=rollouts, **{**changes, 'advantage_reweight': None})
     assert expected.column('grad_norm')[0] != pytest.approx(plain.column('grad_norm')[0], rel=1e-3)
-    names = {'self': ['teacher_kl'], 'rlsd': ['teacher_kl', 'rlsd_lambda'], 'sdar': ['sdar/gate_mean', 'sdar/loss', 'sdar/coef']}[kind]
     for layout, (world_size, sizes) in LAYOUTS.items():
-        got = run(f'{kind}-{layout}', world_size, rollouts=privileged, **changes, **sizes)
-        for name in ('loss', 'grad_norm', *names):
-            assert got.column(name)[0] == pytest.approx(expected.column(name)[0], rel=1e-5, abs=1e-7), (layout, name)
+        assert_taught_alike(kind, run(f'{kind}-{layout}', world_size, rollouts=privileged, **changes, **sizes), expected, layout)
+
+
+@pytest.mark.parametrize('kind', OF_MIXTURES)
+def test_self_distillation_of_a_mixture_of_experts_trains_alike_with_expert_parallelism(run: Any, privileged: Path, kind: str) -> None:
+    changes = {**DISTILLED[kind], **MIXTURE}
+    expected = run(f'{kind}-mixture', rollouts=privileged, **changes)
+    assert expected.column('grad_norm')[0] > 1e-3
+    assert_taught_alike(kind, run(f'{kind}-mixture-ep2', 2, rollouts=privileged, **changes, **OF_MIXTURES[kind]), expected, 'ep2')
+
+
+def assert_taught_alike(kind: str, got: Outcome, expected: Outcome, layout: str) -> None:
+    names = {'self': ['teacher_kl'], 'rlsd': ['teacher_kl', 'rlsd_lambda'], 'sdar': ['sdar/gate_mean', 'sdar/loss', 'sdar/coef']}[kind]
+    for name in ('loss', 'grad_norm', *names):
+        assert got.column(name)[0] == pytest.approx(expected.column(name)[0], rel=1e-5, abs=1e-7), (layout, name)
 
 
 def test_a_prompt_of_the_teachers_own_is_refused_by_its_row_where_advantages_are_one_a_sequence(ranks: Any) -> None:
