@@ -64,14 +64,16 @@ def paths(t: Translation) -> None:
 
 
 def _can_be_written(t: Translation, name: str) -> None:
-    """Whether a folder is there and can be written, or could be made."""
+    """Whether a folder is there and can be written, or could be made. A dry run may be on another machine than the run."""
     path = os.path.abspath(os.path.expanduser(str(t.effective(name))))
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path):
         t.errors.append(f'--{name} {t.effective(name)} cannot be made: {path} is not a folder.')
     elif not os.access(path, os.W_OK) and not t.elsewhere:
-        t.errors.append(f'--{name} {t.effective(name)} cannot be written: there is no permission to write in {path}.')
+        (t.errors if t.asked('dry_run') in (None, 'false') else t.warnings).append(
+            f'--{name} {t.effective(name)} cannot be written here: there is no permission to write in {path}.'
+        )
 
 
 def _used_before(t: Translation) -> None:

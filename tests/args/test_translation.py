@@ -663,6 +663,14 @@ def test_an_output_folder_that_cannot_be_made_is_refused(workplace):
     assert not any('--output_dir' in error for error in plan_of('--output_dir new/er/out').errors)
 
 
+def test_an_output_folder_that_cannot_be_written_is_refused_and_said_by_a_dry_run(workplace, monkeypatch):
+    monkeypatch.setattr('os.access', lambda path, mode: False)
+    assert any('--output_dir out cannot be written here' in error for error in plan_of('--output_dir out').errors)
+    plan = plan_of('--output_dir out --dry_run true')
+    assert not any('--output_dir' in error for error in plan.errors)
+    assert any('--output_dir out cannot be written here' in warning for warning in plan.warnings)
+
+
 def test_a_model_that_is_not_here_is_held_against_its_model_type(workplace):
     argv = BASE.replace('--model tiny', '--model mistralai/Mistral-7B-v0.3').split()
     plan = resolve([*argv, '--model_type', 'mistral', '--dry_run', 'true'], {})
