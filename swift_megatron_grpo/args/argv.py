@@ -151,8 +151,8 @@ def read(argv: Sequence[str]) -> tuple[list[Given], list[str], list[str]]:
         try:
             value = values.parse(field, words)
         except ValueError as error:
-            shown = ' '.join(words) if words else 'nothing'
-            errors.append(f'--{typed} is {shown!r}; it takes {error}.' + _nearest_choice(field.choices, words))
+            shown = f'is {" ".join(words)!r}' if words else 'has no value'
+            errors.append(f'--{typed} {shown}; it takes {error}.' + _nearest_choice(field.choices, words))
             continue
         if name in given and given[name].value != value:
             warnings.append(f'--{name} is given twice ({given[name].value!r}, {value!r}); the last one counts.')

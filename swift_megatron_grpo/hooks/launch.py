@@ -11,6 +11,8 @@ from pathlib import Path
 TORCHRUN = Path(__file__).with_name('torchrun.py')
 INTERRUPT_GRACE_S = 40.0
 """After Ctrl-C the workers, which got it too, have this long to end before they are told to. Torchrun itself waits 30 s for its own."""
+NO_TERMINAL_GRACE_S = 5.0
+"""The same where no terminal can have sent the signal to the workers (kill -INT, a notebook, a scheduler)."""
 
 
 def torchrun_arguments(environ: Mapping[str, str]) -> list[str] | None:
@@ -40,7 +42,9 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
     def interrupt(number, frame) -> None:
         if not timers:
-            for delay, act in ((INTERRUPT_GRACE_S, process.terminate), (2 * INTERRUPT_GRACE_S, process.kill)):
+            grace = INTERRUPT_GRACE_S if _is_in_front_of_a_terminal() else NO_TERMINAL_GRACE_S
+            os.write(2, f'\ninterrupted: the workers end now, in {grace:.0f} s at most\n'.encode())
+            for delay, act in ((grace, process.terminate), (grace + INTERRUPT_GRACE_S, process.kill)):
                 timer = threading.Timer(delay, act)
                 timer.daemon = True
                 timer.start()
@@ -59,6 +63,20 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     if timers and code:
         return 128 + signal.SIGINT  # whatever ended the child after Ctrl-C
     return code if code >= 0 else 128 - code
+
+
+def _is_in_front_of_a_terminal() -> bool:
+    """Whether Ctrl-C on a terminal goes to this process and its children."""
+    try:
+        terminal = os.open('/dev/tty', os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def leave(code: int) -> None:

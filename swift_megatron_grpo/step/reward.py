@@ -179,8 +179,11 @@ class Rewarder:
         return self._checked(i, call.samples, values)
 
     def _failure(self, i: int, call: _Call, error: Exception) -> RunError:
+        columns = ''
+        if isinstance(error, TypeError) and 'missing' in str(error):  # an argument of the function is a column of the data
+            columns = f'. It is called with completions and {", ".join(sorted(call.kwargs))}.'
         return RunError(f'reward function {self.names[i]} raised {type(error).__name__}: {error} {_where(error)}'
-                        f'(rollouts of data set rows {self._rows(call.samples)})')
+                        f'(rollouts of data set rows {self._rows(call.samples)}){columns}')
 
     def _checked(self, i: int, samples: Sequence[GRPOSample], values: Any) -> Column:
         name = self.names[i]
@@ -192,7 +195,11 @@ class Rewarder:
                            'for "not applicable") a rollout.')
         checked: Column = []
         for sample, value in zip(samples, values):
-            number = None if value is None else float(value)
+            try:
+                number = None if value is None else float(value)
+            except (TypeError, ValueError):
+                raise RunError(f'reward function {name} returned {value!r:.60} ({type(value).__name__}) for a rollout of {self._row(sample)}; it must be a '
+                               'number, or None for "not applicable".') from None
             if number is not None and not math.isfinite(number):
                 raise RunError(f'reward function {name} returned {number} for a rollout of {self._row(sample)}. Return None where the function '
                                'does not apply.')

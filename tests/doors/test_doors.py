@@ -173,9 +173,13 @@ def test_a_worker_that_fails_ends_all_ranks_at_once_with_its_own_words_and_code(
     assert not any(is_alive(worker['pid']) for worker in reports(tmp_path))
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ('number', 'to_all'),
+    [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGHUP, False), (signal.SIGUSR1, False)],
+)
 @pytest.mark.parametrize('world', [1, 2])
-def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
+def test_signals_reach_the_workers(stub_env, job, tmp_path, number, to_all, world):
+    """to_all: as a terminal sends Ctrl-C, to the whole group; else to the launcher alone."""
     environ = stub_env.environ(STUB_OUT=str(tmp_path), STUB_DO='wait', **(TORCHRUN_2 if world == 2 else {}))
     command = [str(stub_env.swift), 'rlhf', *job, '--backend', 'megatron']
     process = subprocess.Popen(
@@ -187,8 +191,8 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
         while len(reports(tmp_path)) < world and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(reports(tmp_path)) == world
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # Ctrl-C: the terminal signals the whole group
+        if to_all:
+            os.killpg(process.pid, number)
         else:
             process.send_signal(number)
         _, stderr = process.communicate(timeout=100)
@@ -196,6 +200,7 @@ def test_signals_reach_the_workers(stub_env, job, tmp_path, number, world):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == (130 if number == signal.SIGINT else 128 + number), stderr
+    assert ('interrupted: the workers end now, in 5 s at most' in stderr) == (number == signal.SIGINT)  # no terminal here
     assert not any(is_alive(worker['pid']) for worker in reports(tmp_path))
 
 

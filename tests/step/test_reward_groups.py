@@ -90,8 +90,14 @@ def failing() -> list[str]:
     async def short(completions: list[str], **kwargs: Any) -> list[float]:
         return [1.0] if completions[0] == 'c' else [1.0] * len(completions)
 
+    def wordy(completions: list[str], **kwargs: Any) -> list[Any]:
+        return ['good' if completion == 'c' else 1.0 for completion in completions]
+
+    def demanding(completions: list[str], gold_answer: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
     errors = []
-    for function in (breaks, short):
+    for function in (breaks, short, wordy, demanding):
         everything = samples('a', 'b', 'c', 'd')
         scores = rewarder([function]).by_group(everything, 4, Stopwatch(), torch.device('cpu'))
         for first in (0, 2):
@@ -104,9 +110,13 @@ def failing() -> list[str]:
 
 
 def test_an_error_names_the_function_and_the_group(ranks: Any) -> None:
-    raised, short = ranks.run(failing, world_size=1)[0]
+    raised, short, wordy, demanding = ranks.run(failing, world_size=1)[0]
     assert raised.startswith("RunError: reward function breaks raised KeyError: 'no such column'") and raised.endswith('(rollouts of data set rows 1)')
     assert short.startswith('RunError: reward function short returned 1 values for 2 rollouts')
+    assert wordy == ('RunError: reward function wordy returned \'good\' (str) for a rollout of prompt 1; it must be a number, or None for "not '
+                     'applicable".')
+    assert "missing 1 required positional argument: 'gold_answer'" in demanding
+    assert '(rollouts of data set rows 0). It is called with completions and finish_reason, ' in demanding
 
 
 def with_a_column_that_one_prompt_has() -> list[Any]:
