@@ -133,8 +133,12 @@ def _read(name: str) -> tuple[scripts.Script, bool]:
     if name.lower().endswith(('.yaml', '.yml', '.json')):
         return scripts.read_yaml(name, os.environ), True
     try:
-        with open(name, encoding='utf-8') as file:
-            return scripts.read_script(file.read(), os.environ, name), False
+        with open(name, encoding='utf-8', newline='') as file:
+            text = file.read()
+        script = scripts.read_script(text.replace('\r\n', '\n'), os.environ, name)
+        if '\r\n' in text:
+            script.notes.append(f"{name}: lines end with CR LF, as on Windows, and bash takes the CR for a part of the last word: sed -i 's/\\r$//' {name}")
+        return script, False
     except OSError as error:
         raise UserError(f'{name} cannot be read: {error.strerror}.') from None
     except UnicodeDecodeError:

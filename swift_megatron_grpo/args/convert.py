@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .argv import Given
+from .doctor import installed_version
 from .fields import Field
 from .module_names import module_names, parameter_prefixes, target_parameters
 from .translation import Translation, refuse, show
@@ -133,6 +134,10 @@ def report_to(t: Translation, item: Given, field: Field) -> None:
         refuse(t, item, f'name the loggers: {" ".join(LOGGERS)}')
     elif t.set('report_to', item.value, item.name):
         t.row(item, 'kept')
+        for name in {'wandb', 'swanlab'} & set(item.value):
+            if installed_version('ms-swift') is not None and installed_version(name) is None:
+                missing = f'--report_to {name} needs the package {name}, which is not installed here: pip install {name}.'
+                (t.warnings if t.asked('dry_run') not in (None, 'false') else t.errors).append(missing)
 
 
 def run_name(t: Translation, item: Given, field: Field) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 import re
@@ -12,6 +13,7 @@ from .resume_checks import can_be_resumed
 from .schedule import dataset_path, looks_local
 from .translation import Translation
 
+_TOKENIZER = re.compile(r'^tokenizer\.|vocab|^merges|^tokenization_|tiktoken|tekken|spiece|sentencepiece|\.model$', re.IGNORECASE)
 DATA = ('dataset', 'val_dataset', 'chord_sft_dataset')
 
 
@@ -46,6 +48,8 @@ def paths(t: Translation) -> None:
                 _must_exist(t, name, path)
     for name in DATA:
         t.errors += [f'--{name}: {problem}' for problem in broken_rows(t.effective(name) or [])]
+    _plugins(t)
+    _adapters(t)
     _can_be_written(t, 'output_dir')
     _used_before(t)
     model = t.effective('model')
@@ -55,12 +59,52 @@ def paths(t: Translation) -> None:
         and not os.path.isfile(os.path.join(os.path.expanduser(model), 'config.json'))
     ):
         t.errors.append(f'--model {model} is a folder without config.json; give the folder that holds config.json and the safetensors.')
+    if isinstance(model, str):
+        _tokenizer(t, model)
     replay = t.effective('replay_rollouts')
     if isinstance(replay, str) and os.path.isdir(replay) and not os.path.isfile(os.path.join(replay, 'generation-000000.jsonl')):
         t.errors.append(f'--replay_rollouts {replay} holds no generation-000000.jsonl; give the folder that --save_rollouts wrote.')
     resume = t.effective('resume_from_checkpoint')
     if isinstance(resume, str) and os.path.isdir(resume):
         can_be_resumed(t, resume)
+
+
+def _plugins(t: Translation) -> None:
+    """Plugin files that Python cannot read."""
+    for plugin in t.effective('external_plugins') or []:
+        try:
+            with open(os.path.expanduser(plugin), 'rb') as file:
+                ast.parse(file.read())
+        except SyntaxError as error:
+            t.errors.append(f'--external_plugins {plugin}, line {error.lineno}: {error.msg}: {(error.text or "").strip()}')
+        except (OSError, ValueError, RecursionError, MemoryError):
+            continue  # said elsewhere, or for Python to say
+
+
+def _adapters(t: Translation) -> None:
+    """Local folders that are no adapters in PEFT's form."""
+    for name in ('adapters', 'ref_adapters', 'reward_adapters'):
+        for entry in t.effective(name) or []:
+            folder = os.path.expanduser(entry)
+            if not os.path.isdir(folder):
+                continue
+            there = os.listdir(folder)
+            if 'adapter_config.json' not in there:
+                whole = ' It holds a whole model, which goes to --model (or --ref_model).' if 'config.json' in there else ''
+                t.errors.append(f'--{name} {entry} is no adapter: it has no adapter_config.json.{whole}')
+            elif not {'adapter_model.safetensors', 'adapter_model.bin'} & set(there):
+                t.errors.append(f'--{name} {entry} has adapter_config.json and no weights (adapter_model.safetensors). Give a complete checkpoint.')
+
+
+def _tokenizer(t: Translation, model: str) -> None:
+    """A folder with weights and without what encodes a prompt: transformers makes an empty tokenizer of it."""
+    folder = os.path.expanduser(model)
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(name.endswith(('.safetensors', '.bin')) for name in there) and not any(_TOKENIZER.search(name) for name in there):
+        t.errors.append(
+            f'--model {model} has weights and no tokenizer (tokenizer.json, tokenizer.model, vocab.json or their like). Copy the files of the '
+            'model that it was made from into the folder.'
+        )
 
 
 def _can_be_written(t: Translation, name: str) -> None:

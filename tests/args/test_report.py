@@ -149,6 +149,17 @@ def run_cli(capsys, *argv):
     return code, captured.out, captured.err
 
 
+def test_a_script_with_the_line_ends_of_windows_is_read_and_said(workplace, capsys):
+    script = 'NPROC_PER_NODE=4 swift rlhf \\\r\n  --rlhf_type grpo --model tiny --dataset data.jsonl --reward_funcs accuracy --gradient_accumulation_steps 8\r\n'
+    (workplace / 'run.sh').write_bytes(script.encode())
+    code, out, err = run_cli(capsys, 'plan', 'run.sh')
+    assert code == 0
+    assert 'run.sh: lines end with CR LF' in out + err
+    (workplace / 'run.sh').write_bytes(script.replace('\r', '').encode())
+    code, out, err = run_cli(capsys, 'plan', 'run.sh')
+    assert 'CR LF' not in out + err
+
+
 def test_plan_reads_a_script_and_writes_it_back(workplace, capsys):
     script = (
         'NPROC_PER_NODE=4 swift rlhf \\\n  --rlhf_type grpo --model tiny --dataset data.jsonl \\\n  --reward_funcs '

@@ -849,3 +849,31 @@ def test_a_folder_that_an_earlier_run_has_written_is_told(text, warned, workplac
 def test_a_row_that_is_no_json_is_named(name, workplace):
     (workplace / 'broken.jsonl').write_text('{"query": "1+1"}\n{"query": "1+1"\n')
     assert any(f'--{name}: broken.jsonl, line 2: no JSON' in error for error in plan_of(f'--{name} broken.jsonl#1').errors)
+
+
+@pytest.mark.parametrize(
+    ('files', 'text', 'words'),
+    [
+        ({'plug.py': 'def f(:\n    pass\n'}, '--external_plugins plug.py', r'--external_plugins plug.py, line 1: .*: def f\(:'),
+        ({'plug.py': 'x = 1\n'}, '--external_plugins plug.py', None),
+        ({'ad/config.json': '{}'}, '--adapters ad', 'ad is no adapter: it has no adapter_config.json. It holds a whole model'),
+        ({'ad/adapter_config.json': '{}'}, '--adapters ad', 'ad has adapter_config.json and no weights'),
+        ({'ad/adapter_config.json': '{}', 'ad/adapter_model.safetensors': ''}, '--adapters ad', None),
+        ({'tiny/model.safetensors': '', 'tiny/tokenizer_config.json': '{}'}, '', 'tiny has weights and no tokenizer'),
+        ({'tiny/model.safetensors': '', 'tiny/tokenizer.json': '{}'}, '', None),
+        ({'tiny/model.safetensors': '', 'tiny/qwen.tiktoken': ''}, '', None),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(workplace, files, text, words):
+    for name, content in files.items():
+        (workplace / name).parent.mkdir(exist_ok=True)
+        (workplace / name).write_text(content)
+    found = other_errors(plan_of(f'--tuner_type lora {text}'))
+    assert (len(found) == 1 and re.search(words, found[0])) if words else found == [], found
+
+
+def test_a_logger_that_is_not_installed_is_said(workplace, monkeypatch):
+    monkeypatch.setattr('swift_megatron_grpo.args.convert.installed_version', lambda name: None if name in ('wandb', 'swanlab') else '4.6')
+    assert any('--report_to wandb needs the package wandb' in error for error in plan_of('--report_to wandb').errors)
+    assert any('--report_to wandb needs the package wandb' in warning for warning in plan_of('--report_to wandb --dry_run true').warnings)
+    assert not any('needs the package' in error for error in plan_of('--report_to tensorboard').errors)
