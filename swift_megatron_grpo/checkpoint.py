@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file, save_file
 from swift.megatron.utils import save_mcore_checkpoint
 from swift.utils import gc_collect, get_logger, is_master, update_last_checkpoint_symlink
+from torch.distributed.checkpoint.api import CheckpointException
 from typing import Any
 
 from .args.resume_checks import CHECKPOINT_FORMAT, STATE_FILE, unreadable_adapter
@@ -74,6 +76,46 @@ def refuse_unreadable(args: Any) -> None:
         problem = folder and unreadable_adapter(folder)
         if problem:
             raise UserError(problem)
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """While Megatron reads a checkpoint: what it cannot read is named, with what to do."""
+    try:
+        yield
+    except (FileNotFoundError, CheckpointException, CheckpointingException) as error:
+        reason = str(error).strip().splitlines()[-1]  # torch's error holds the tracebacks of all ranks, the reason last
+        raise UserError(f'The checkpoint to go on from cannot be read: {reason}. Where files were lost or copied in part, take a checkpoint of an earlier '
+                        'step, or start from the weights in its safetensors (--model, or --adapters).') from error
+
+
+@contextlib.contextmanager
+def adapters_that_fit(bridge: Any, args: Any) -> Iterator[None]:
+    """While the bridge reads weights: an adapter that is of another model, or of other modules, is named."""
+    load = bridge.load_weights
+
+    def load_weights(models: Any, folder: str, *rest: Any, **kwargs: Any) -> Any:
+        if not kwargs.get('peft_format'):
+            return load(models, folder, *rest, **kwargs)
+        try:
+            return load(models, folder, *rest, **kwargs)
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise UserError(f'--adapters {folder} does not fit {args.model} with --target_modules {" ".join(args.target_modules)} and --lora_rank '
+                            f'{args.lora_rank} ({type(error).__name__}: {error}). It was trained on {_base_model(folder)}.') from error
+
+    bridge.load_weights = load_weights
+    try:
+        yield
+    finally:
+        del bridge.load_weights
+
+
+def _base_model(folder: str) -> str:
+    try:
+        with open(os.path.join(folder, 'adapter_config.json'), encoding='utf-8') as file:
+            return str(json.load(file).get('base_model_name_or_path') or 'a model that it does not name')
+    except (OSError, ValueError, AttributeError):
+        return 'a model that it does not name'
 
 
 def write_json(path: str, value: Any) -> None:
@@ -133,17 +175,20 @@ def save(trainer: Any, progress: Progress) -> str:
         update_last_checkpoint_symlink(final)
     dist.barrier()
     state.last_model_checkpoint = final
-    _find_best(args, state)
+    find_best(args, state)
     if is_master():
         trainer._rotate_checkpoints(args.output_dir)
     return final
 
 
-def _find_best(args: Any, state: Any) -> None:
-    if state.best_global_step is not None:
-        best = os.path.join(args.output_dir, f'checkpoint-{state.best_global_step}')
+def find_best(args: Any, state: Any) -> None:
+    """The checkpoint of the best evaluation, in this run's folder or in that of the run which this one goes on from."""
+    folders = [args.output_dir] + ([os.path.dirname(os.path.abspath(args.resume_from_checkpoint))] if args.resume_from_checkpoint else [])
+    for folder in folders if state.best_global_step is not None else []:
+        best = os.path.join(folder, f'checkpoint-{state.best_global_step}')
         if os.path.exists(best):
             state.best_model_checkpoint = best
+            return
 
 
 def make_best_the_last(trainer: Any) -> None:
@@ -153,13 +198,14 @@ def make_best_the_last(trainer: Any) -> None:
     last_model_checkpoint refer to it. All ranks, after the last checkpoint.
     """
     args, state = trainer.args, trainer.state
-    _find_best(args, state)
+    find_best(args, state)
     if state.best_model_checkpoint is None:
         logger.warning(f'--load_best_model_at_end: no checkpoint of this run has an evaluation with {args.metric_for_best_model}; the last one '
                        'stays the last one.')
         return
     if is_master():
-        update_last_checkpoint_symlink(state.best_model_checkpoint)
+        if os.path.dirname(state.best_model_checkpoint) == args.output_dir:  # the folder of an earlier run is left as it is
+            update_last_checkpoint_symlink(state.best_model_checkpoint)
         logger.info(f'The best checkpoint ({args.metric_for_best_model} {state.best_metric:g}) is {state.best_model_checkpoint}.')
     state.last_model_checkpoint = state.best_model_checkpoint
 

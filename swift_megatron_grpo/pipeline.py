@@ -50,6 +50,9 @@ def _loaded(load: Callable[[], tuple[Any, Any]], specs: list[str]) -> tuple[Any,
         broken = broken_rows(specs, whole=True)
         if broken:
             raise UserError('\n'.join(broken)) from error
+        if isinstance(error, ZeroDivisionError):  # ms-swift samples from the rows that it has kept
+            raise UserError(f'{" ".join(specs)}: no row can be used. A row needs `messages` with at least one message, or `query`; other names of columns '
+                            'are given with --columns.') from error
         raise
 
 

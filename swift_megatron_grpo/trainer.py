@@ -301,7 +301,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
         # After adapters are there, before DistributedDataParallel sorts the parameters and the optimizer copies what they say of themselves.
-        peft_models = super()._prepare_peft_model(models)
+        with checkpoint.adapters_that_fit(self.bridge, self.args):
+            peft_models = super()._prepare_peft_model(models)
         if not self.args.adapters and self.args.mcore_adapter is None:
             draw_adapters(models, self.args.seed)
         mark_tensor_parallel(models)
@@ -330,7 +331,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _load_checkpoint(self) -> None:
         # In float32 the optimizer's shards are views of the parameters; copying a saved state into them must not be recorded by autograd.
-        with torch.no_grad():
+        with torch.no_grad(), checkpoint.readable():
             super()._load_checkpoint()
 
     def _get_data_collator(self) -> Any:
@@ -411,6 +412,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return fresh
         progress = checkpoint.read_progress(args.resume_from_checkpoint)
         self.state.best_metric, self.state.best_global_step = progress.best_metric, progress.best_global_step
+        checkpoint.find_best(args, self.state)
         return progress
 
     def _resume_generation(self) -> Generation | None:

@@ -110,6 +110,7 @@ FORMER = {
     'distributed_optimizer': 'use_distributed_optimizer',
     'moe_aux_loss_coef': 'moe_aux_loss_coeff',
     'gradient_clipping': 'max_grad_norm',
+    'distributed_timeout_minutes': 'ddp_timeout',
 }
 _RAY = 'It belongs to the Ray trainer of ms-swift, whose file has a group of arguments for each part; here all arguments stand at the top.'
 _GONE = {

@@ -75,6 +75,29 @@ def test_a_row_that_is_no_json_is_named_with_its_file_and_line(tiny_model: Any, 
     assert 'Traceback' not in done.stderr
 
 
+def test_a_data_set_of_which_no_row_can_be_used_is_named(tiny_model: Any, tmp_path: Path) -> None:
+    data = tmp_path / 'empty.jsonl'
+    data.write_text('{"messages": [], "solution": "2"}\n' * 8, encoding='utf-8')
+    done = run_worker(arguments(tmp_path, tiny_model('qwen3'), dataset=data))
+    assert done.returncode == 2
+    assert f'{data}: no row can be used. A row needs `messages`' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
+def test_an_adapter_that_does_not_fit_is_named_with_its_model(tiny_model: Any, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    adapter = tmp_path / 'adapter'
+    adapter.mkdir()
+    save_file({'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight': torch.zeros(8, 17)}, adapter / 'adapter_model.safetensors')
+    (adapter / 'adapter_config.json').write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "some/model"}')
+    done = run_worker(arguments(tmp_path, tiny_model('qwen3'), tuner_type='lora', adapters=adapter))
+    assert done.returncode == 2
+    assert f'--adapters {adapter} does not fit' in done.stderr
+    assert 'It was trained on some/model.' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
 @pytest.mark.parametrize('changes, words', [
     ({'reward_funcs': 'digitz'}, ("unknown reward function 'digitz'", 'digits')),
     ({'async_save': 'true'}, ('--async_save True', 'not available')),

@@ -1,5 +1,6 @@
 """A run as a whole: what it needs, that it goes on exactly where it stopped, and what its first step looks like."""
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from swift_megatron_grpo.errors import UserError
 from tests.step.training import Outcome, arguments, train, train_and_stop, write_rollouts
 
 
@@ -38,6 +40,16 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit_at_a_border_and_inside_
             assert resumed.column(name) == straight.column(name)[stopped_after:], name
         for name, weight in straight.weights.items():
             assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_a_checkpoint_that_has_lost_a_file_is_named(run: Any, tmp_path: Path) -> None:
+    changes = {'train_iters': 1, 'max_completion_length': 4}
+    _, folder = run('to-be-halved', **changes, save_strategy='steps', save_steps=1)
+    half = shutil.copytree(folder / 'checkpoint-1', tmp_path / 'half')
+    for part in half.glob('iter_*/*.distcp'):
+        part.unlink()
+    with pytest.raises(UserError, match=r'The checkpoint to go on from cannot be read: .*distcp.*earlier'):
+        run('from-half', **{**changes, 'train_iters': 2}, resume_from_checkpoint=half)
 
 
 @pytest.mark.parametrize('momentum', [0.0, 0.5])
@@ -227,3 +239,26 @@ def test_the_best_checkpoint_is_kept_and_is_the_last_one_at_the_end_also_of_a_re
     run('best', train_iters=4, **changes, resume_from_checkpoint=folder / 'checkpoint-3')
     assert sorted(path.name for path in folder.glob('checkpoint-*')) == ['checkpoint-2', 'checkpoint-4']
     assert (folder / 'last-checkpoint').readlink() == Path('checkpoint-2')
+
+
+def where_the_best_is(output_dir: str, resumed_from: str | None, step: int | None) -> str | None:
+    from types import SimpleNamespace
+
+    from swift_megatron_grpo import checkpoint
+    state = SimpleNamespace(best_global_step=step, best_model_checkpoint=None)
+    checkpoint.find_best(SimpleNamespace(output_dir=output_dir, resume_from_checkpoint=resumed_from), state)
+    return state.best_model_checkpoint
+
+
+def test_the_best_checkpoint_of_a_resumed_run_may_be_in_the_folder_of_the_first(ranks: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / 'first', tmp_path / 'second'
+    (first / 'checkpoint-2').mkdir(parents=True)
+    second.mkdir()
+
+    def found(step: int | None, resumed_from: Path | None = first / 'checkpoint-4') -> str | None:
+        return ranks.run(where_the_best_is, str(second), None if resumed_from is None else str(resumed_from), step, world_size=1)[0]
+
+    assert found(2) == str(first / 'checkpoint-2')
+    assert found(2, None) is None and found(3) is None and found(None) is None
+    (second / 'checkpoint-2').mkdir()
+    assert found(2) == str(second / 'checkpoint-2')
