@@ -9,6 +9,7 @@ from .argv import Given
 from .doctor import installed_version
 from .fields import Field
 from .module_names import module_names, parameter_prefixes, target_parameters
+from .registries import may_register
 from .translation import Translation, refuse, show
 
 ADAM = ('adamw_torch', 'adamw_torch_fused', 'adamw_torch_xla', 'adamw_torch_npu_fused', 'adamw_hf', 'adamw_apex_fused', 'adam', 'adamw')
@@ -235,7 +236,7 @@ def loss_type(t: Translation, item: Given, field: Field) -> None:
     value = item.value[0] if isinstance(item.value, list) and len(item.value) == 1 else item.value
     if not isinstance(value, str):
         t.errors.append(f'--loss_type takes one value for GRPO; {show(value)!r} are {len(value)}.')
-    elif value not in LOSSES and ':' not in value and not t.asked('external_plugins') and not t.asked('custom_register_path'):
+    elif value not in LOSSES and ':' not in value and not may_register(value, t.asked('external_plugins') or []) and not t.asked('custom_register_path'):
         import difflib
 
         close = difflib.get_close_matches(value, LOSSES, n=1, cutoff=0.5)

@@ -129,6 +129,18 @@ def known_names(registry: str, plugins: Sequence[str], name: str) -> set[str] | 
     return names
 
 
+def may_register(name: str, plugins: Sequence[str]) -> bool:
+    """Whether a plugin file can register `name`: it has it in its text, imports more than well-known packages, or cannot be read."""
+    for plugin in plugins:
+        try:
+            source = Path(os.path.expanduser(plugin)).read_text(encoding='utf-8', errors='replace')
+        except (OSError, ValueError):
+            return True
+        if name in source or not _imports_well_known_only(source):
+            return True
+    return False
+
+
 def unknown_name(argument: str, name: str, registry: str, plugins: Sequence[str] | None) -> list[str]:
     """One message where a name is neither built in nor registered by a plugin, as far as their texts tell; an empty list else."""
     known = known_names(registry, plugins or [], name)

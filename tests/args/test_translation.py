@@ -877,3 +877,13 @@ def test_a_logger_that_is_not_installed_is_said(workplace, monkeypatch):
     assert any('--report_to wandb needs the package wandb' in error for error in plan_of('--report_to wandb').errors)
     assert any('--report_to wandb needs the package wandb' in warning for warning in plan_of('--report_to wandb --dry_run true').warnings)
     assert not any('needs the package' in error for error in plan_of('--report_to tensorboard').errors)
+
+
+@pytest.mark.parametrize(
+    ('plugin', 'refused'),
+    [('x = 1\n', True), ('from my_losses import *\n', False), ("losses['dapoo'] = f\n", False)],
+)
+def test_a_loss_that_no_plugin_can_register_is_refused(workplace, plugin, refused):
+    (workplace / 'plug.py').write_text(plugin)
+    errors = plan_of('--external_plugins plug.py --loss_type dapoo').errors
+    assert any("--loss_type is 'dapoo'" in error and 'Did you mean dapo?' in error for error in errors) is refused
