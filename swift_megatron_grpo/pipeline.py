@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from swift.dataset import load_dataset
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from .args.data_files import broken_rows
 from .config import MegatronGRPOArguments
 from .errors import UserError
 from .patches import PATCHES
+from .ports import free_port
 from .trainer import MegatronGRPOTrainer
 
 
@@ -60,10 +60,7 @@ def _describe_single_process() -> None:
     """Without a launcher this process is the whole world; torch.distributed wants to be told so."""
     if 'RANK' in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
 
 
 def main(args: Any = None) -> Any:

@@ -37,6 +37,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from swift_megatron_grpo.ports import free_port
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 10.  # for the other ranks of a case after one has failed: gloo tells them by then that a peer is gone
 START_SECONDS = 480.  # imports of twenty seconds, on a machine that does much else
@@ -78,12 +80,6 @@ def _name_of(function: Callable[..., Any] | str) -> str:
     if '<' in function.__qualname__:
         raise ValueError(f'{function.__qualname__}: a case must be a function of a module; ranks import it by name')
     return f'{function.__module__}:{function.__qualname__}'
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
 
 
 class _ForkServer:
@@ -242,7 +238,7 @@ class RankPool:
             raise ValueError(f'world_size {world_size}: this pool has 1 to {self.max_world} ranks')
         self._start(world_size)
         self._cases += 1
-        port, store = _free_port(), str(self._directory / f'store{self._cases}')
+        port, store = free_port(), str(self._directory / f'store{self._cases}')
         for rank in range(world_size):
             case = Case(function=_name_of(function), args=args, kwargs=kwargs, rank=rank, world_size=world_size, port=port, store=store,
                         seconds=deadline, search_path=list(sys.path))

@@ -16,6 +16,7 @@ TIERS = {
     'compare.py': 0,
     'errors.py': 0,
     'passport.py': 0,
+    'ports.py': 0,
     'args/': 0,
     'hooks/': 0,
     'deadlines.py': 0,

@@ -3,13 +3,14 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from swift_megatron_grpo.ports import free_port
 
 # 16 prompts x 8 completions an optimizer step: 112 steps see each of the 1,800 prompts once, 140 see a quarter of them again.
 NUM_GENERATIONS = 8
@@ -96,10 +97,7 @@ def run(job: Job, *, say: Callable[[str], None]) -> float:
 
     Raises RuntimeError with the end of the log when the command fails, or is still running after DEADLINE_S seconds.
     """
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    environ = {**os.environ, 'NPROC_PER_NODE': str(NUM_PROCESSES), 'MASTER_PORT': str(port), 'OMP_NUM_THREADS': '1'}
+    environ = {**os.environ, 'NPROC_PER_NODE': str(NUM_PROCESSES), 'MASTER_PORT': str(free_port()), 'OMP_NUM_THREADS': '1'}
     # The console script beside this interpreter: the environment need not be activated.
     swift = Path(sys.executable).with_name('swift')
     log = job.output.with_suffix('.log')

@@ -2,7 +2,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,13 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.ports import free_port
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
 
 
 def environment() -> dict[str, str]:

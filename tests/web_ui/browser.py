@@ -6,13 +6,14 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from swift_megatron_grpo.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BROWSERS = ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable')
@@ -61,9 +62,7 @@ def web_ui(folder: Path, lang: str) -> Iterator[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for attempt in (1, 2, 3):
-        with socket.socket() as probe:
-            probe.bind(('127.0.0.1', 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         log = folder / f'web-ui-{attempt}.log'
         ours = {'WEBUI_SERVER': '127.0.0.1', 'WEBUI_PORT': str(port), 'SWIFT_UI_LANG': lang, 'BROWSER': '/bin/true', 'GRADIO_ANALYTICS_ENABLED': 'False'}
         offline = {'HF_HUB_OFFLINE': '1', 'USE_HF': '1', 'MODELSCOPE_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'OMP_NUM_THREADS': '1'}
