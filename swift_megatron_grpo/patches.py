@@ -284,3 +284,27 @@ def _gated_adapters() -> None:
         return found
 
     LoraParallelLinear.sharded_state_dict = sharded_state_dict
+
+
+@PATCHES.patch(Passport(
+    name='norm-of-glm4-in-checkpoints',
+    target='mcore_bridge.model.gpts.glm4:Glm4MLP.sharded_state_dict',
+    breaks='GLM-4 (dense) with tensor parallelism cannot save a checkpoint: "Invalid access pattern" for post_mlp_layernorm, which each rank takes for its own',
+    reference='mcore_bridge/model/gpts/glm4.py, sharded_state_dict (mcore-bridge 1.6.5) gives no tp_group; megatron/core/transformer/utils.py, '
+              'sharded_state_dict_default (0.16), numbers replicas by it',
+    versions='mcore-bridge>=1.6,<1.7, megatron-core<0.17',
+    remove_when='tests/trainer/test_resume_in_layouts.py passes without it',
+))
+def _norm_of_glm4() -> None:
+    from mcore_bridge.model.gpts.glm4 import Glm4MLP
+    from megatron.core import mpu
+    from megatron.core.transformer.utils import sharded_state_dict_default
+    upstream = Glm4MLP.sharded_state_dict
+
+    def sharded_state_dict(self: Any, prefix: str = '', sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        found = upstream(self, prefix, sharded_offsets, metadata)
+        found.update(sharded_state_dict_default(self.post_mlp_layernorm, f'{prefix}post_mlp_layernorm.', sharded_offsets, metadata,
+                                                tp_group=mpu.get_tensor_model_parallel_group()))
+        return found
+
+    Glm4MLP.sharded_state_dict = sharded_state_dict

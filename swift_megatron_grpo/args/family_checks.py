@@ -13,6 +13,7 @@ from typing import Any
 from . import model_checks, model_files
 from .families import Families, known_families, types_to_choose, unknown_family
 from .model_checks import WITH_SINKS
+from .resume_checks import experts_can_be_resumed
 from .translation import Translation
 
 
@@ -111,6 +112,9 @@ def against_model(t: Translation, config: Mapping[str, Any]) -> None:
             f'--expert_tensor_parallel_size {etp}: mcore-bridge has no adapters on experts that are split. Leave it out (1), or choose '
             '--target_modules without experts, such as q_proj k_proj v_proj o_proj.'
         )
+    resume = t.effective('resume_from_checkpoint')
+    if experts and isinstance(resume, str):
+        experts_can_be_resumed(t, resume)
     if experts and not t.effective('moe_grouped_gemm'):
         t.errors.append(
             f'--moe_grouped_gemm false with the experts of {t.effective("model")}: mcore-bridge converts the weights of experts that are '

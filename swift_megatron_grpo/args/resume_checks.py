@@ -11,11 +11,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .model_checks import adapts_experts
 from .translation import Translation
 
 STATE_FILE = 'trainer_state.json'
 CHECKPOINT_FORMAT = 2  # 1 (0.1.0): lora_B of gated layers lies there in the order of the tensor-parallel ranks that wrote it
 _RESHARDABLE = ('dist_ckpt_optim_fully_reshardable', 'dist_ckpt_save_pre_mcore_014')
+_SIZES = {'tensor_model_parallel_size': 'TP', 'expert_model_parallel_size': 'EP', 'expert_tensor_parallel_size': 'ETP'}
 _WEIGHTS_ALONE = 'take the weights alone: --resume_only_model true'
 
 
@@ -74,12 +76,28 @@ def _layout(t: Translation, folder: str, saved: Mapping[str, Any]) -> None:
             f'moments of the distributed optimizer lie there as that layout has them. Keep the layout, or {_WEIGHTS_ALONE}. A run with '
             '--dist_ckpt_optim_fully_reshardable true writes checkpoints that go on in any layout.'
         )
-    ep_before, ep = saved.get('expert_model_parallel_size'), t.effective('expert_model_parallel_size')
-    if ep_before is not None and (ep_before > 1) != (ep > 1):
-        t.errors.append(
-            f'--resume_from_checkpoint {folder} was written with EP {ep_before}, and this run has EP {ep}: with expert parallelism Megatron keeps the '
-            f'moments of experts apart, without it with the others. Keep EP {"above 1" if ep_before > 1 else "1"}, or {_WEIGHTS_ALONE}.'
-        )
+
+
+def experts_can_be_resumed(t: Translation, folder: str) -> None:
+    """Adds an error where a model with experts would read their moments from a place that they are not written to. Call it for such a model alone."""
+    saved = _read(os.path.join(folder, 'args.json'))
+    trains_them = t.effective('tuner_type') == 'full' or adapts_experts(t.effective('target_modules') or ['all-linear'])
+    before, now = _keeps_experts_apart(saved), _keeps_experts_apart({name: t.effective(name) for name in _SIZES})
+    if before is None or before == now or not trains_them or t.effective('resume_only_model'):
+        return
+    shown = ', '.join(f'{short} {saved[name]}' for name, short in _SIZES.items())
+    t.errors.append(
+        f'--resume_from_checkpoint {folder} was written with {shown}: the moments of experts lie there {"apart from" if before else "with"} the others, and '
+        f'this run keeps them {"apart" if now else "with them"} (apart where EP > 1, or where EP x ETP is not TP). Choose sizes of the same kind, or '
+        f'{_WEIGHTS_ALONE}.'
+    )
+
+
+def _keeps_experts_apart(sizes: Mapping[str, Any]) -> bool | None:
+    """Whether the optimizer has a list of its own for experts (Megatron: EP > 1; parallel_attributes.py: replicas that are not those of the rest). None: that
+    cannot be told."""
+    tp, ep, etp = (sizes.get(name) for name in _SIZES)
+    return None if tp is None or ep is None or etp is None else bool(ep > 1 or ep * etp != tp)
 
 
 def _read(path: str) -> dict[str, Any]:

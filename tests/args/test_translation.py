@@ -9,7 +9,7 @@ import pytest
 from swift_megatron_grpo.args import convert, resolve
 from swift_megatron_grpo.args.fields import all_fields
 
-from .conftest import other_errors
+from .conftest import TINY, other_errors
 
 BASE = (
     '--rlhf_type grpo --backend megatron --model tiny --dataset data.jsonl --reward_funcs accuracy --num_generations 8 --batch_check exact'
@@ -636,10 +636,6 @@ def test_a_checkpoint_of_another_layout_or_tuner_cannot_be_gone_on_from(workplac
     ('saved', 'text', 'words'),
     [
         ({'tensor_model_parallel_size': 2, 'dist_ckpt_optim_fully_reshardable': True}, '', None),
-        ({'expert_model_parallel_size': 2}, '', 'was written with EP 2, and this run has EP 1: .* Keep EP above 1'),
-        ({'expert_model_parallel_size': 2}, '--expert_model_parallel_size 4', None),
-        ({'expert_model_parallel_size': 1}, '--expert_model_parallel_size 2', 'Keep EP 1'),
-        ({'expert_model_parallel_size': 2}, '--resume_only_model true', None),
         ({'tensor_model_parallel_size': 2, 'tuner_type': 'lora'}, '--resume_only_model true', 'version 0.1.0 wrote with TP 2.*--adapters checkpoint-2'),
         ({'tensor_model_parallel_size': 1, 'tuner_type': 'lora'}, '--resume_only_model true', None),
         ({'tensor_model_parallel_size': 2, 'tuner_type': 'lora', 'format': 2}, '--resume_only_model true', None),
@@ -655,6 +651,33 @@ def test_which_layouts_go_on_from_a_checkpoint(workplace, saved, text, words):
     plan = plan_of(f'--resume_from_checkpoint checkpoint-2 --tuner_type {layout["tuner_type"]} {text}', world_size=4)
     found = [error for error in plan.errors if 'checkpoint-2' in error]
     assert (len(found) == 1 and re.search(words, found[0])) if words else found == []
+
+
+@pytest.mark.parametrize(
+    ('saved', 'text', 'refused'),
+    [
+        ((1, 2, 1), '', True),  # TP, EP, ETP
+        ((1, 2, 1), '--expert_model_parallel_size 4', False),
+        ((1, 2, 1), '--tensor_model_parallel_size 2', False),
+        ((1, 1, 1), '--expert_model_parallel_size 2', True),
+        ((1, 1, 1), '--tensor_model_parallel_size 2', True),
+        ((1, 1, 1), '--tensor_model_parallel_size 2 --expert_tensor_parallel_size 2', False),
+        ((1, 1, 1), '--tensor_model_parallel_size 2 --resume_only_model true', False),
+        ((1, 1, 1), '--pipeline_model_parallel_size 2', False),
+    ],
+)
+def test_which_layouts_of_experts_go_on_from_a_checkpoint(workplace, saved, text, refused):
+    config = {**TINY, 'model_type': 'qwen3_moe', 'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 32}
+    (workplace / 'tiny' / 'config.json').write_text(json.dumps(config))
+    folder = workplace / 'checkpoint-2'
+    folder.mkdir()
+    (folder / 'latest_checkpointed_iteration.txt').write_text('2')
+    names = ('tensor_model_parallel_size', 'expert_model_parallel_size', 'expert_tensor_parallel_size')
+    layout = {**dict(zip(names, saved)), 'tuner_type': 'full', 'dist_ckpt_optim_fully_reshardable': True}
+    (folder / 'args.json').write_text(json.dumps(layout))
+    plan = plan_of(f'--resume_from_checkpoint checkpoint-2 --tuner_type full {text}', world_size=4)
+    found = [error for error in plan.errors if 'checkpoint-2' in error]
+    assert (len(found) == 1 and 'EP x ETP is not TP' in found[0]) if refused else found == [], found
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(workplace):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests import families  # noqa: F401 (adds kinds of models)
+from tests import families
 from tests.step.test_layouts import assert_same
 from tests.step.training import Outcome, arguments, train, write_rollouts
 
@@ -80,6 +80,13 @@ def test_adapters_go_on_in_another_layout(run: Any, tiny_model: Any, before: Any
 @pytest.mark.parametrize('tuner', [{}, LORA], ids=['full', 'lora'])
 def test_experts_go_on_in_another_layout(run: Any, tiny_model: Any, tuner: dict[str, Any]) -> None:
     check(run, tiny_model('qwen3_moe'), (2, EP2), (4, {**EP2, **TP2, **PP2}), 2, **RESHARDABLE, **tuner, **EXPERTS)
+
+
+def test_glm4_saves_and_goes_on_under_tensor_parallelism(run: Any, tiny_model: Any) -> None:
+    kind, model_type, fields = families.FAMILIES['glm4']
+    model = tiny_model(kind, **{**fields, 'attention_bias': False})  # the bias of keys has no gradient but rounding
+    check(run, model, (2, TP2), (2, {**TP2, **PP2, 'tensor_model_parallel_size': 1, 'sequence_parallel': 'false'}), 2, **RESHARDABLE,
+          model_type=model_type)
 
 
 def test_without_the_distributed_optimizer_any_checkpoint_can(run: Any, tiny_model: Any) -> None:
