@@ -389,6 +389,8 @@ def _begin(case: Case) -> None:
     torch.manual_seed(0)
     dist.init_process_group('gloo', init_method=f'file://{case.store}', rank=case.rank, world_size=case.world_size,
                             timeout=timedelta(seconds=case.seconds))
+    # A case without any collective would be over, and its connections closed, while a peer is still making its own.
+    dist.all_reduce(torch.zeros(1))
 
 
 def _release_wrapped_models() -> None:
