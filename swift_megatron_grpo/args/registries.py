@@ -157,7 +157,7 @@ def unknown_name(argument: str, name: str, registry: str, plugins: Sequence[str]
 def unknown_constant(argument: str, name: str, plugins: Sequence[str]) -> list[str]:
     """One message where ms-swift does not list a model type or template, and no plugin can have registered it; an empty list else."""
     known = constants(argument)
-    if known is None or name in known or not all(_registers_none(plugin, CONSTANTS[argument][1]) for plugin in plugins):
+    if known is None or name in known or may_register(CONSTANTS[argument][1], plugins):
         return []
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return [
@@ -165,12 +165,3 @@ def unknown_constant(argument: str, name: str, plugins: Sequence[str]) -> list[s
         + (f' Did you mean {" or ".join(close)}?' if close else '')
         + f' Leave it out, and ms-swift takes what fits the model; one of your own comes from an external plugin that calls {CONSTANTS[argument][1]}.'
     ]
-
-
-def _registers_none(plugin: str, function: str) -> bool:
-    """Whether a plugin file cannot register a model or template, as far as its text tells."""
-    try:
-        source = Path(os.path.expanduser(plugin)).read_text(encoding='utf-8', errors='replace')
-        return function not in source and _imports_well_known_only(source)
-    except (OSError, ValueError):
-        return False
